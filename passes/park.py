@@ -315,7 +315,7 @@ class _Parking(Substitutes):
             ends.setdefault(ends_at, []).append(storage)
         for storage in self.updates.gradients:
             leaves.setdefault(uses[storage].made + 1, []).append(storage)
-        clocks = {home: Clock(self.net, home, self.dims) for home, _ in trips}
+        clocks = {home: Clock.of(self.net, home, self.dims) for home, _ in trips}
         state: dict[Device, list[tuple[Trip, int]]] = {}
         for (home, to), route in trips.items():
             sizes = [self.nbytes(trip.storage) * toll(to) for trip in route]

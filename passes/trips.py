@@ -110,14 +110,21 @@ def most_at_once(stays: Iterable[Stay]) -> int:
 
 
 class Clock:
-    """The operators of a device that compute, and the bytes that they touch."""
+    """The operators of a device that compute, and the bytes that they touch.
 
-    def __init__(self, net: Net, device: Device, dims: Dims) -> None:
-        busy = [(i, op) for i, op in enumerate(net.ops) if op.device == device and not op.effects.shows]
-        busy = [(i, op) for i, op in busy if op.type != "Copy"]
-        self.positions = [i for i, _ in busy]
-        touched = [work(op, net, dims).nbytes for _, op in busy]
-        self.times = list(accumulate(touched, initial=0))
+    Args:
+        positions: of the operators, ascending.
+        touched: by operator, the bytes.
+    """
+
+    def __init__(self, positions: Sequence[int], touched: Iterable[int]) -> None:
+        self.positions, self.times = positions, list(accumulate(touched, initial=0))
+
+    @classmethod
+    def of(cls, net: Net, device: Device, dims: Dims) -> Clock:
+        """The clock of a device."""
+        busy = [i for i, op in enumerate(net.ops) if op.device == device and not op.effects.shows and op.type != "Copy"]
+        return cls(busy, [work(net.ops[i], net, dims).nbytes for i in busy])
 
     @staticmethod
     def before(free: float, needed: float, cost: float) -> float:

@@ -207,7 +207,7 @@ def _group(
         again_issued=found.again_issued[number],
         update=update,
         updated=sum([int(tasks.step.nbytes[storage]) for storage in updated]),
-        trips=tasks.trips(number) if updated else 0,
+        trips=tasks.trips(number),
         copies=len(updated),
         away=tuple(dict.fromkeys(reached)) if updated else (),
     )

@@ -13,22 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from graphir.ir.device import Device
 from graphir.ir.module_patterns import lineage
 from graphir.ir.names import micro_batch_of
-from graphir.ir.touches import Numbers
+from graphir.ir.touches import Flags, Numbers
 
+from ..trips import Clock, Trip, toll, two_at_a_time
 from .step import Step
 
 __all__ = ["Gaps", "Holding", "Placed"]
-
-
-_BEFORE: Final = 1
-"""How many operators before its update parked state is reckoned to be there: two trips are under way."""
 
 
 class Gaps(NamedTuple):
@@ -74,6 +72,7 @@ class Holding:
 
     def __init__(self, step: Step) -> None:
         self.step, self.count = step, len(step.net.ops)
+        self.clocks: dict[tuple[int, bytes], Clock] = {}
         self.early = step.last(step.forward[step.op])
         blobs = step.net.blobs
         self.on_gpu = np.array([not blobs[name].device.is_host for name in step.names], np.bool_)
@@ -167,18 +166,56 @@ class Holding:
         start = self.early[numbers] + 1 + ahead
         return Gaps(numbers, start, np.maximum(end - ahead, start))
 
-    def between_updates(self, states: Sequence[str], *, there: bool) -> Gaps:
-        """When state is not there that is parked: until shortly before its update, and after it; throughout where its
-        updates run *there*."""
-        step, touches = self.step, np.ones(len(self.step.op), np.bool_)
-        numbers = np.array([step.number[name] for name in states], np.int64)
+    def between_updates(self, placed: Placed, states: Sequence[int], away: Device, *, there: bool) -> Gaps:
+        """When state is not there that is parked.
+
+        Args:
+            placed: what the parts hold where everything is kept.
+            states: the numbers of the storages.
+            away: where they are parked.
+            there: whether their updates run where they are parked, so that they never come home.
+        """
+        numbers = np.array(states, np.int64)
         begin, end = np.zeros(len(numbers), np.int64), np.full(len(numbers), self.count, np.int64)
-        if there:
+        if there or not states:
             return Gaps(numbers, begin, end)
-        first, last = step.first(touches)[numbers], step.last(touches)[numbers]
-        arrives, leaves = np.maximum(first - _BEFORE, 0), last + 1
+        first, last = self.touched
+        names, sizes = self.step.names, self.step.nbytes
+        arrives = end.copy()
+        at = {k: i for i, k in enumerate(states)}
+        for part in np.unique(placed.home[numbers]).tolist():
+            mine = numbers[placed.home[numbers] == part].tolist()
+            trips = [Trip(names[k], int(first[k]), 0, int(last[k]) + 1) for k in mine]
+            costs = [int(sizes[k]) * toll(away) for k in mine]
+            coming = self.clock(placed, part).latest(trips, costs, None)
+            for trip, position in two_at_a_time(coming, lambda name: int(sizes[self.step.number[name]])):
+                arrives[at[self.step.number[trip.storage]]] = position
         both = np.concatenate
-        return Gaps(both([numbers, numbers]), both([begin, leaves]), both([arrives, end]))
+        return Gaps(both([numbers, numbers]), both([begin, last[numbers] + 1]), both([arrives, end]))
+
+    @cached_property
+    def touched(self) -> tuple[Numbers, Numbers]:
+        """By storage, the first and the last operator that touches it."""
+        every = np.ones(len(self.step.op), np.bool_)
+        return self.step.first(every), self.step.last(every)
+
+    def clock(self, placed: Placed, part: int) -> Clock:
+        """The clock of a part."""
+        key = part, placed.at.tobytes()
+        if key not in self.clocks:
+            here = np.flatnonzero((placed.at == part) & self.computes)
+            self.clocks[key] = Clock(here.tolist(), self.touches[here].tolist())
+        return self.clocks[key]
+
+    @cached_property
+    def computes(self) -> Flags:
+        """By operator, whether it is none that only shows a part of what is there."""
+        return np.array([not op.effects.shows for op in self.step.net.ops], np.bool_)
+
+    @cached_property
+    def touches(self) -> Numbers:
+        """By operator, the bytes that it reads and writes."""
+        return np.array([work.nbytes for work in self.step.works], np.int64)
 
     def peaks(self, placed: Placed, gaps: Sequence[tuple[Gaps, int]]) -> Numbers:
         """By part, the most bytes.

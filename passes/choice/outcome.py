@@ -11,7 +11,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -19,9 +18,9 @@ import numpy as np
 from graphir.ir.device import Device
 
 from ..order import AHEAD
-from ..trips import Clock, toll
+from ..trips import Clock, Trip, toll, two_at_a_time
 from .flow import Flow
-from .problem import AGAIN, Choice, Group, Problem, Value
+from .problem import AGAIN, Choice, Problem, Value
 
 __all__ = ["Outcome", "Outcomes", "buffers"]
 
@@ -194,8 +193,8 @@ class _Step:
             elif value.counted:
                 groups = self.problem.groups
                 self.holds(home, value.nbytes, value.made, max([last, *[groups[other].again_at for other in rebuilt]]))
-        for group, away in self.choice.parked:
-            self.updated(self.problem.groups[group], devices[group], away)
+        if self.choice.state:
+            self.updated(self.choice.parked)
         self.come_back()
         self.linger()
         return self.summed()
@@ -291,24 +290,46 @@ class _Step:
             self.read_by(back, copy)
             self.trips[away, home].append((needed, leaves, nbytes, copy, [there, max(back)]))
 
-    def updated(self, group: Group, home: int, away: int) -> None:
-        """State that comes for its update and goes back, in trips of which two are under way: what comes in and what
-        goes out pass each other."""
-        first, last = group.update
-        for source, to in ((away, home), (home, away)):
-            copy = self.copied(source, to, group.updated, first - 1, first)
-            copy.seconds += (group.copies - 1) * self.problem.latency[source][to]
-            copy.calls = group.copies
-            if to == home:
-                self.read_by([last], copy)
-        self.holds(home, group.trips, first, last)
+    def updated(self, parked: Sequence[tuple[int, int]]) -> None:
+        """State that comes for its update and goes back: what comes in and what goes out pass each other, in trips of
+        which two are under way."""
+        routes: dict[tuple[int, int], list[tuple[Trip, int]]] = defaultdict(list)
+        sizes: dict[str, int] = {}
+        for number, away in parked:
+            group, home = self.problem.groups[number], self.choice.devices[number]
+            first, last = group.update
+            for source, to in ((away, home), (home, away)):
+                copy = self.copied(source, to, group.updated, first - 1, first)
+                copy.seconds += (group.copies - 1) * self.problem.latency[source][to]
+                copy.calls = group.copies
+                if to == home:
+                    self.read_by([last], copy)
+            for turn, nbytes in enumerate(group.trips):
+                sizes[name := f"{number} {turn}"] = nbytes
+                routes[home, away].append((Trip(name, first, 0, last), turn))
+        coming: dict[int, list[tuple[Trip, int]]] = defaultdict(list)
+        for (home, away), route in routes.items():
+            cost, turns = toll(Device.parse(self.problem.devices[away])), {trip.storage: turn for trip, turn in route}
+            trips = [trip for trip, _ in route]
+            for trip, at in self.clock(home).latest(trips, [sizes[trip.storage] * cost for trip in trips], None):
+                turn = turns[trip.storage]  # of one task, too, one trip comes before the other
+                needed, ends = 2 * trip.needed + turn, 2 * trip.ends + turn + 1
+                coming[home].append((Trip(trip.storage, needed, 0, ends), 2 * at))
+        for home, found in coming.items():
+            found.sort(key=lambda pair: pair[0].needed)
+            for trip, at in two_at_a_time(found, sizes.__getitem__):
+                self.holds(home, sizes[trip.storage], at // 2, (trip.ends - 1) // 2)
+
+    def clock(self, device: int) -> Clock:
+        """The clock of a device, by tasks."""
+        positions = [position for position, at in enumerate(self.at) if at == device]
+        return Clock(positions, [self.problem.tasks[position].touched for position in positions])
 
     def come_back(self) -> None:
         """Let what is parked set out for home, as late as it can."""
-        tasks = self.problem.tasks
         for (away, home), trips in self.trips.items():
-            positions = [position for position, device in enumerate(self.at) if device == home]
-            times = list(accumulate([tasks[position].touched for position in positions], initial=0))
+            clock = self.clock(home)
+            positions, times = clock.positions, clock.times
             cost = toll(Device.parse(self.problem.devices[away]))
             free: float = times[-1]
             back: list[tuple[int, _Copy]] = []

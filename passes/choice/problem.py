@@ -44,7 +44,7 @@ class Group(NamedTuple):
         again_at: the first task that reads what is computed again.
         again_issued: seconds that one host thread takes to issue what is computed again.
         updated: bytes of the state that the update alone touches.
-        trips: bytes of it that are on the group's device at a time during the update, where it is parked.
+        trips: bytes of its two largest trips, in order: as many are under way where it is parked.
         copies: how many copies bring it there, and as many take it back.
         update: the first and the last task of its update.
         away: the devices, or the host, where it may be parked.
@@ -59,7 +59,7 @@ class Group(NamedTuple):
     again_at: int = -1
     again_issued: float = 0.0
     updated: int = 0
-    trips: int = 0
+    trips: tuple[int, ...] = ()
     copies: int = 0
     update: tuple[int, int] = (-1, -1)
     away: tuple[int, ...] = ()

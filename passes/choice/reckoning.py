@@ -71,7 +71,7 @@ class Reckoning:
         self.sources = [device for device in program.devices if not device.is_host]
         self.parts = micro_batches(program.step.blobs)
         self.cuts: dict[tuple[tuple[str, ...], tuple[Device, ...], tuple[int, ...]], Cut] = {}
-        self.gaps: dict[tuple[Unit, bool, str, bool], Gaps] = {}
+        self.gaps: dict[tuple[Unit, bool, bool], Gaps] = {}
 
     def now(self) -> Cut:
         """The program as it is."""
@@ -136,7 +136,10 @@ class Reckoning:
         for way in ways:
             busy += self.longer(way)
             for unit in way.units:
-                storages = dict.fromkeys(self.gap(unit, way).storage.tolist())
+                if way.what != "saved":
+                    copies += 2 * len(self.states(unit))
+                    continue
+                storages = self.gap(unit, again=way.to is None).storage.tolist()
                 if way.to is None:
                     issued += sum([step.issued[step.makers[k]] for k in storages])
                 else:
@@ -166,22 +169,25 @@ class Reckoning:
         gaps = []
         for way in ways:
             part = cut.devices.index(way.to) if way.to in cut.devices and not hopes else -1
-            gaps += [(self.gap(unit, way, hopes=hopes), part) for unit in way.units]
+            if way.what == "saved":
+                gaps += [(self.gap(unit, again=way.to is None, hopes=hopes), part) for unit in way.units]
+            elif way.to is not None:
+                states = [k for unit in way.units for k in self.states(unit)]
+                there = way.what == "updates"
+                gaps.append((self.holding.between_updates(cut.placed, states, way.to, there=there), part))
         return self.holding.peaks(cut.placed, gaps)
 
-    def gap(self, unit: Unit, way: Way, *, hopes: bool = False) -> Gaps:
-        """When the storages of a unit are away that are stored in some way; *hopes* as for :meth:`peaks`."""
-        again = way.to is None
-        key = unit, again, way.what, hopes
-        if key in self.gaps:
-            return self.gaps[key]
-        if way.what == "saved":
+    def gap(self, unit: Unit, *, again: bool, hopes: bool = False) -> Gaps:
+        """When the storages of a unit are away that are computed *again* or parked; *hopes* as for :meth:`peaks`."""
+        key = unit, again, hopes
+        if key not in self.gaps:
             storages = self.levels.storages(unit) if again else self.levels.saved(unit)
             self.gaps[key] = self.holding.gaps(storages, together=again, ahead=0 if again or hopes else AHEAD)
-        else:
-            states = [name for path in unit for name in self.levels.states[path]]
-            self.gaps[key] = self.holding.between_updates(states, there=way.what == "updates")
         return self.gaps[key]
+
+    def states(self, unit: Unit) -> list[int]:
+        """The numbers of a unit's state that the update alone touches."""
+        return [self.levels.step.number[name] for path in unit for name in self.levels.states[path]]
 
     def limits(self, cut: Cut, more: Mapping[Device, int]) -> Numbers:
         """By part of a cut, the most bytes that it may be reckoned to hold."""
@@ -229,7 +235,7 @@ class Reckoning:
         """The part that a unit is in, or its state."""
         if way.what == "saved":
             return int(cut.placed.at[self.levels.parts[unit[0]].first])
-        return int(cut.placed.home[self.gap(unit, way).storage[0]])
+        return int(cut.placed.home[self.states(unit)[0]])
 
     def ranked(self, units: Sequence[Unit], way: Way) -> list[Unit]:
         """Units by what it takes to free a byte with them; of about equally dear ones the earlier first, as they free

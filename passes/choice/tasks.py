@@ -106,13 +106,20 @@ class Tasks:
         at = [number for number, run in enumerate(self.runs) if run.group == group and run.phase == "update"]
         return (at[0], at[-1]) if at else (-1, -1)
 
-    def trips(self, group: int) -> int:
-        """The bytes of the two largest trips of a group's state to its updates: so much is there at a time."""
-        first, sizes = self.step.first(np.ones(len(self.step.op), np.bool_)), self.step.nbytes
-        nbytes: dict[int, int] = defaultdict(int)
+    def trips(self, group: int) -> tuple[int, ...]:
+        """The bytes of the two largest trips of a group's state to its updates, in order."""
+        sizes, nbytes = self.step.nbytes, dict[int, int]()
         for storage in self.updated[group]:
-            nbytes[int(first[storage])] += int(sizes[storage])
-        return sum(nlargest(2, nbytes.values()))
+            at = self.first_touch[storage]
+            nbytes[at] = nbytes.get(at, 0) + int(sizes[storage])
+        most = nlargest(2, nbytes, key=nbytes.__getitem__)
+        return tuple([nbytes[at] for at in sorted(most)])
+
+    @cached_property
+    def first_touch(self) -> list[int]:
+        """By storage, the first operator that touches it."""
+        found: list[int] = self.step.first(np.ones(len(self.step.op), np.bool_)).tolist()
+        return found
 
     def split(self) -> list[Run]:
         """The step cut into tasks. None reads what a later one makes, as one would that goes on behind a visit to
