@@ -179,7 +179,7 @@ def balance(
     """Find the placement that keeps within limits and whose step is shortest.
 
     Modules move to devices that are named in *limits* or *devices*; saved activations are parked there or on the host,
-    or computed again. It goes after :func:`replicate` and before :func:`inject_copies`. Limits are of what a plan
+    or computed again; optimizer state is parked likewise, between updates. It goes after :func:`replicate` and before :func:`inject_copies`. Limits are of what a plan
     holds, :func:`graphir.memory`'s peak. What an allocator rounds up and libraries take for themselves (a CUDA context,
     some 500 MB; cuBLAS, 32 MiB a stream) comes on top, so leave room for it.
 
@@ -191,7 +191,8 @@ def balance(
             has, less 5 %.
         topology: how fast devices and links are: a topology, or the name of one; by default this machine, as
             :meth:`.Topology.here` has it. A device that has no limit may hold as much as the topology says.
-        options: what may be done.
+        options: what may be done; by default all but ``updates``, which runs updates of parked state where it is
+            parked: on the host, with the bits of its kernels, as :func:`park` has it.
         devices: that may be used beside those in *limits*.
         pin: by pattern of modules, the gpu where they have to be, or ``"cpu"``: then the host runs them, and the search
             moves the others. Accelerate's ``device_map`` is one, if it leaves nothing on disk.

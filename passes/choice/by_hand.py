@@ -192,16 +192,18 @@ class ByHand:
     def beside_state(self, way: Way) -> Iterator[tuple[Way, tuple[Way, ...]]]:
         """A way beside state that is parked: the fewest of its units beside all state, and the fewest of the state
         beside all of its units."""
-        for state in self.states if way.what == "saved" else ():
-            yield way, (state,)
+        for number, state in enumerate(self.states if way.what == "saved" else ()):
             yield state, (way,)
+            if number < len(self.aways):
+                yield way, (state,)
 
     @cached_property
     def states(self) -> list[Way]:
-        """How all state may be parked, by the modules that own it."""
+        """How all state may be parked, by the modules that own it, at every depth."""
         kinds = [kind for kind in _STATE if kind in self.options]
-        levels = self.levels.updated()[-1:]
-        return [Way(tuple(units), to, kind) for units in levels for kind in kinds for to in self.aways()]
+        return [
+            Way(tuple(units), to, kind) for units in self.levels.updated() for kind in kinds for to in self.aways
+        ]
 
     # What a plan comes to.
 
@@ -285,10 +287,10 @@ class ByHand:
         if "park" in self.options:
             for level in levels.depths():
                 saving = tuple([(path,) for path in level if levels.parts[path].saved])
-                yield from [Way(saving, to) for to in self.aways() if saving]
-        for units in levels.updated() if self.states else ():
-            yield from [way._replace(units=tuple(units)) for way in self.states]
+                yield from [Way(saving, to) for to in self.aways if saving]
+        yield from self.states
 
+    @cached_property
     def aways(self) -> list[Device]:
         """Where something may be parked: on an idle peer, or on the host."""
         peers = [device for device in self.wanted.devices if device not in self.sources]

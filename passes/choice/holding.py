@@ -173,12 +173,20 @@ class Holding:
             placed: what the parts hold where everything is kept.
             states: the numbers of the storages.
             away: where they are parked.
-            there: whether their updates run where they are parked, so that they never come home.
+            there: whether their updates run where they are parked: they never come home, and gradients leave as soon as
+                they are made.
         """
         numbers = np.array(states, np.int64)
         begin, end = np.zeros(len(numbers), np.int64), np.full(len(numbers), self.count, np.int64)
         if there or not states:
-            return Gaps(numbers, begin, end)
+            gradients = np.array(sorted({k for state in states for k in self.gradients.get(state, ())}), np.int64)
+            leaves = self.step.made[gradients] + 1
+            both = np.concatenate
+            return Gaps(
+                both([numbers, gradients]),
+                both([begin, leaves]),
+                both([end, np.maximum(self.touched[1][gradients] + 1, leaves)]),
+            )
         first, last = self.touched
         names, sizes = self.step.names, self.step.nbytes
         arrives = end.copy()
@@ -192,6 +200,17 @@ class Holding:
                 arrives[at[self.step.number[trip.storage]]] = position
         both = np.concatenate
         return Gaps(both([numbers, numbers]), both([begin, last[numbers] + 1]), both([arrives, end]))
+
+    @cached_property
+    def gradients(self) -> dict[int, list[int]]:
+        """By storage of state, what its updates read that the step makes."""
+        step, found = self.step, dict[int, list[int]]()
+        for i, op in enumerate(step.net.ops):
+            if op.phase == "update":
+                read = step.read(i)
+                made = [k for k in read if step.made[k] >= 0 and self.on_gpu[k]]
+                found.update({k: made for k in read if step.updated[k]})
+        return found
 
     @cached_property
     def touched(self) -> tuple[Numbers, Numbers]:

@@ -25,7 +25,8 @@ class GroupPlace(NamedTuple):
     Attributes:
         modules: its first and last one.
         device: where it is.
-        saved: what becomes of what it saves for the backward: ``kept``, ``recomputed``, or ``parked on`` a device.
+        saved: what becomes of what it saves for the backward: ``kept``, ``recomputed``, or ``parked on`` a device; and
+            where its optimizer state is, if that is parked.
         moved: whether any of that is new.
         otherwise: the next best for this group alone.
         seconds: how much longer a step would take then.
@@ -72,30 +73,30 @@ def _group_places(outcomes: Outcomes, choice: Choice) -> list[GroupPlace]:
     problem, here = outcomes.problem, outcomes(choice)
     found = []
     for i, group in enumerate(problem.groups):
+        kept = choice.state or (KEEP,) * len(problem.groups)
         others: list[tuple[float, float, str, Outcome]] = []
         for device in group.devices:
             for stored in dict.fromkeys((choice.stored[i], *group.stored)):
-                if (device, stored) != (choice.devices[i], choice.stored[i]) and stored != device:
-                    changed = Choice(
-                        (*choice.devices[:i], device, *choice.devices[i + 1 :]),
-                        (*choice.stored[:i], stored, *choice.stored[i + 1 :]),
-                        choice.state,
-                    )
-                    outcome = outcomes(changed)
-                    others.append((outcome.over, outcome.seconds, _described(problem, device, stored), outcome))
+                for state in dict.fromkeys((kept[i], KEEP, *group.away)):
+                    now = device, stored, state
+                    if now == (choice.devices[i], choice.stored[i], kept[i]) or device in (stored, state):
+                        continue
+                    rows = zip((choice.devices, choice.stored, kept), now, strict=True)
+                    outcome = outcomes(Choice(*[(*row[:i], one, *row[i + 1 :]) for row, one in rows]))
+                    others.append((outcome.over, outcome.seconds, _described(problem, *now), outcome))
         best = min(others, key=lambda other: other[:2], default=None)
         over, excess = "", 0
         if best is not None:
             for name, limit, peak in zip(problem.devices, problem.limits, best[3].peaks, strict=True):
                 if limit is not None and peak - limit > excess:
                     over, excess = name, peak - limit
-        device, stored = choice.devices[i], choice.stored[i]
+        device, stored, state = choice.devices[i], choice.stored[i], kept[i]
         found.append(
             GroupPlace(
                 modules=group.name,
                 device=problem.devices[device],
-                saved=_stored(problem, stored),
-                moved=device != group.now or stored != KEEP,
+                saved=_stored(problem, stored, state),
+                moved=device != group.now or stored != KEEP or state != KEEP,
                 otherwise="" if best is None else best[2],
                 seconds=0.0 if best is None else best[1] - here.seconds,
                 over=over,
@@ -105,14 +106,15 @@ def _group_places(outcomes: Outcomes, choice: Choice) -> list[GroupPlace]:
     return found
 
 
-def _stored(problem: Problem, stored: int) -> str:
+def _stored(problem: Problem, stored: int, state: int) -> str:
+    parked = "" if state == KEEP else f", state on {problem.devices[state]}"
     if stored == KEEP:
-        return "kept"
-    return "recomputed" if stored == AGAIN else f"parked on {problem.devices[stored]}"
+        return f"kept{parked}"
+    return ("recomputed" if stored == AGAIN else f"parked on {problem.devices[stored]}") + parked
 
 
-def _described(problem: Problem, device: int, stored: int) -> str:
-    return f"on {problem.devices[device]}, {_stored(problem, stored)}"
+def _described(problem: Problem, device: int, stored: int, state: int) -> str:
+    return f"on {problem.devices[device]}, {_stored(problem, stored, state)}"
 
 
 def device_map(program: Program, grouped: Grouped) -> dict[str, int | str]:

@@ -7,9 +7,9 @@ within their limits.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -33,6 +33,9 @@ _SWEEPS: Final = 2
 
 _EQUAL: Final = 1.05
 """How many times as dear as the cheapest a unit is that counts as equal: of equal units, the earlier one is first."""
+
+_FEW: Final = 6
+"""Of how many units the state of every selection is looked at."""
 
 _PARKED: Final = 0.2
 """The part of the time of copies to where something is parked that a step is reckoned to be longer by."""
@@ -211,24 +214,24 @@ class Reckoning:
         chosen: set[Unit] = set()
         for part in np.flatnonzero(over).tolist():
             units = [unit for unit in way.units if self.part(cut, unit, way) == part and cut.devices[part] != way.to]
-            ranked = self.ranked(units, way)
 
-            def exceeds(count: int, part: int = part, ranked: Sequence[Unit] = ranked) -> int:
-                """The bytes by which the first units leave a limit exceeded."""
-                some = way._replace(units=tuple(ranked[:count]))
-                return max(int((self.peaks(cut, [*beside, some]) - limits)[part]), 0)
+            def exceeds(some: Sequence[Unit], part: int = part) -> int:
+                """The bytes by which some units leave a limit exceeded."""
+                peaks = self.peaks(cut, [*beside, way._replace(units=tuple(some))])
+                return max(int((peaks - limits)[part]), 0)
 
             if way.what == "saved":
-                found = [(over[part], 0)]
+                ranked, found = self.ranked(units), [(int(over[part]), 0)]
                 for count in range(1, len(ranked) + 1):
-                    found.append((exceeds(count), count))
+                    found.append((exceeds(ranked[:count]), count))
                     if not found[-1][0]:
                         break
                 over[part], count = min(found)
-            else:  # the more state is away, the less is held
-                count = bisect_left(range(len(ranked)), 0, key=lambda count: -exceeds(count))
-                over[part] = exceeds(count)
-            chosen.update(ranked[:count])
+                chosen.update(ranked[:count])
+            else:
+                some = self.least_state(way, units, int(over[part]), exceeds)
+                over[part] = exceeds(some)
+                chosen.update(some)
         return way._replace(units=tuple([unit for unit in way.units if unit in chosen])), int(over.sum())
 
     def part(self, cut: Cut, unit: Unit, way: Way) -> int:
@@ -237,12 +240,31 @@ class Reckoning:
             return int(cut.placed.at[self.levels.parts[unit[0]].first])
         return int(cut.placed.home[self.states(unit)[0]])
 
-    def ranked(self, units: Sequence[Unit], way: Way) -> list[Unit]:
+    def least_state(
+        self, way: Way, units: Sequence[Unit], over: int, exceeds: Callable[[Sequence[Unit]], int]
+    ) -> Sequence[Unit]:
+        """The units whose state is parked so that a limit is kept: of few units those whose trips take the least time,
+        of many as few as it takes; all where even that does not do.
+
+        Args:
+            way: how it is parked.
+            units: of one part.
+            over: the bytes by which the limit is exceeded.
+            exceeds: the same with the state of some units parked.
+        """
+        if len(units) <= _FEW:
+            every = [some for count in range(len(units)) for some in combinations(units, count)]
+            freeing = [some for some in every if sum(map(self.updated, some)) >= over]
+            freeing.sort(key=lambda some: self.longer(way._replace(units=some)))
+            return next((some for some in freeing if not exceeds(some)), units)
+        ranked = sorted(units, key=self.updated, reverse=True)
+        # The more state is away, the less is held.
+        return ranked[: bisect_left(range(len(ranked)), 0, key=lambda count: -exceeds(ranked[:count]))]
+
+    def ranked(self, units: Sequence[Unit]) -> list[Unit]:
         """Units by what it takes to free a byte with them; of about equally dear ones the earlier first, as they free
-        it for longer. Of state, by its bytes, so that few units do."""
+        it for longer."""
         levels = self.levels
-        if way.what != "saved":
-            return sorted(units, key=lambda unit: -self.updated(unit))
         dear = {unit: levels.seconds(unit) / max(levels.freed(unit), 1) for unit in units}
         order = sorted(units, key=dear.__getitem__)
         found: list[Unit] = []
@@ -261,8 +283,9 @@ class Reckoning:
         if source == way.to:
             return 0.0
         if way.what != "saved":  # what comes in and what goes out pass each other
-            nbytes = sum(map(self.updated, way.units))
-            return nbytes / self.topology.link(str(source), str(way.to)).bytes_per_second
+            link = self.topology.link(str(source), str(way.to))
+            trips = sum([len(self.states(unit)) for unit in way.units])
+            return sum(map(self.updated, way.units)) / link.bytes_per_second + trips * link.latency
         nbytes = sum([self.levels.parts[path].saved for unit in way.units for path in unit]) * self.parts
         return _PARKED * nbytes / self.topology.link(str(source), str(way.to)).bytes_per_second
 
