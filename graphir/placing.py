@@ -12,13 +12,14 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import torch
 
 from graphir.passes import Balanced, Pipeline
 from graphir.passes.balance import Balance
 from graphir.passes.base import build
+from graphir.passes.choice.asked import OPTIONS
 from graphir.passes.choice.naming import patterns
 from graphir.passes.pipeline import PipelineSchedule
 from graphir.passes.shift_modules import ShiftModules
@@ -37,6 +38,9 @@ from .ir.program import Program
 from .ir.text import nbytes_text
 
 __all__ = ["Placing"]
+
+_OPTIONS: Final = tuple([option for option in OPTIONS if option != "state"])
+"""What may be done: plans share optimizer state, so that none parks some that the others have at home."""
 
 Going: TypeAlias = "tuple[tuple[Device, Device], ...]"
 """Of each device that a module is on, one for each replica, the device to which it goes."""
@@ -97,7 +101,8 @@ class Placing:
     def _balance(self, program: Program, **options: object) -> Balanced:
         place, threads = self._place(program)
         remedy = "compile the model at its largest sizes first" if options else ""
-        given = {"limits": self.limits, "topology": self._topology, "devices": self._bound(), **options}
+        asked: dict[str, object] = {"limits": self.limits, "topology": self._topology, "devices": self._bound()}
+        given = {"options": _OPTIONS, **asked, **options}
         found = build(Balance, **given).balanced(program, "cached", threads, remedy, place)
         if self.limits == "auto":
             self.limits = found.limits

@@ -179,9 +179,10 @@ def balance(
     """Find the placement that keeps within limits and whose step is shortest.
 
     Modules move to devices that are named in *limits* or *devices*; saved activations are parked there or on the host,
-    or computed again; optimizer state is parked likewise, between updates. It goes after :func:`replicate` and before :func:`inject_copies`. Limits are of what a plan
-    holds, :func:`graphir.memory`'s peak. What an allocator rounds up and libraries take for themselves (a CUDA context,
-    some 500 MB; cuBLAS, 32 MiB a stream) comes on top, so leave room for it.
+    or computed again; optimizer state is parked likewise, between updates. It goes after :func:`replicate` and before
+    :func:`inject_copies`. Limits are of what a plan holds, :func:`graphir.memory`'s peak. What an allocator rounds up
+    and libraries take for themselves (a CUDA context, some 500 MB; cuBLAS, 32 MiB a stream) comes on top, so leave room
+    for it.
 
     Args:
         program: captured, replicated or sharded.

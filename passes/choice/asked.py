@@ -14,6 +14,7 @@ from graphir.ir.device import CPU, Device
 from graphir.ir.module_patterns import lineage
 from graphir.ir.names import base_name
 from graphir.ir.program import Program
+from graphir.ir.text import nbytes_text
 
 from ..module_patterns import claims, weighted_modules
 from .attempts import Budget
@@ -104,6 +105,13 @@ class Asked(NamedTuple):
             raise PassError(
                 f"balance: topology {self.topology.name!r} has no device {CPU}",
                 fix="add it to the topology's devices, with links to the others, or give another topology",
+            )
+        memory = self.topology.speed(CPU).memory
+        if memory is not None and self.limits.get(CPU, 0) > memory:
+            raise PassError(
+                f"balance: limits lets {CPU} hold {nbytes_text(self.limits[CPU])}, and topology "
+                f"{self.topology.name!r} has {nbytes_text(memory)} there",
+                fix=f"give {CPU} {memory} at most, or give a topology whose host has more",
             )
         used, usable = self.used(), self.usable()
         try:

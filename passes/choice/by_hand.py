@@ -201,9 +201,7 @@ class ByHand:
     def states(self) -> list[Way]:
         """How all state may be parked, by the modules that own it, at every depth."""
         kinds = [kind for kind in _STATE if kind in self.options]
-        return [
-            Way(tuple(units), to, kind) for units in self.levels.updated() for kind in kinds for to in self.aways
-        ]
+        return [Way(tuple(units), to, kind) for units in self.levels.updated() for kind in kinds for to in self.aways]
 
     # What a plan comes to.
 

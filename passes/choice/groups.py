@@ -125,9 +125,13 @@ class Reading:
         rows = [tasks.task(*each) for each in zip(tasks.runs, seconds, rooms, strict=True)]
         if rows:
             rows[0] = rows[0]._replace(issued=rows[0].issued + self.begun)
+        # Where all bytes of a step are fewer than the host has, the host has any number.
+        memory, needed = topology.speed(str(names[-1])).memory, sum([value.nbytes for value in values])
+        if memory is not None and needed + sum(tasks.state) <= memory:
+            memory = None
         problem = Problem(
             devices=tuple(map(str, names)),
-            limits=tuple([wanted.limits.get(name) for name in names]),
+            limits=tuple([wanted.limits.get(name, memory if name.is_host else None) for name in names]),
             held=tuple([tasks.held.get(name, 0) for name in names]),
             latency=latency,
             pace=pace,

@@ -78,7 +78,10 @@ def states_named(program: Program, states: Sequence[str]) -> list[str]:
                     found.append(name)
                 else:
                     modules[path] = None
-        found += [f"{path}.**.{kind}" if path else f"**.{kind}" for path in ("" in modules and [""]) or patterns(modules)]
+        if "" in modules:
+            found.append(f"**.{kind}")
+        else:
+            found += [f"{pattern}.**.{kind}" for pattern in patterns(modules)]
     return found if choose(program, found, "park").blobs.keys() == going else list(states)
 
 

@@ -12,7 +12,7 @@ from graphir.analysis.memory import memory
 from graphir.analysis.profiles import Profile
 from graphir.analysis.topology import Topology
 from graphir.errors import PassError
-from graphir.ir.device import Device
+from graphir.ir.device import CPU, Device
 from graphir.ir.operator import Operator
 from graphir.ir.plan import Plan
 from graphir.ir.program import Program
@@ -96,6 +96,8 @@ class Plans:
         shares: whether operators may overwrite what nobody reads any more, where a plan would exceed the limits.
 
     Attributes:
+        rooms: by device, the most bytes that it may hold: its limit; of a host without limit, its memory if that is
+            known.
         now: what the program as it is comes to, if that is known.
         emitted: how many plans were.
     """
@@ -114,6 +116,9 @@ class Plans:
         self.program, self.limits, self.topology = program, limits, topology
         self.named, self.profile, self.threads = named, profile, threads
         self.flows, self.shares = flows, shares
+        memory = topology.speed(CPU).memory
+        host = {} if memory is None else {str(CPU): memory}
+        self.rooms = {**host, **{str(device): limit for device, limit in limits.items()}}
         self.now: Emitted | None = None
         self.emitted = 0
 
@@ -159,7 +164,7 @@ class Plans:
 
     def over(self, peaks: Mapping[str, int]) -> dict[str, int]:
         """By how many bytes devices exceed their limits, those that do."""
-        found = {str(device): peaks.get(str(device), 0) - limit for device, limit in self.limits.items()}
+        found = {device: peaks.get(device, 0) - room for device, room in self.rooms.items()}
         return {name: more for name, more in found.items() if more > 0}
 
     def excess(self, peaks: Mapping[str, int]) -> int:
@@ -168,7 +173,7 @@ class Plans:
 
     def factor(self, peaks: Mapping[str, int]) -> float:
         """What limits have to be multiplied by so that some peaks are within them; 1 if they are."""
-        return max([1.0, *[peaks.get(str(device), 0) / limit for device, limit in self.limits.items()]])
+        return max([1.0, *[peaks.get(device, 0) / room for device, room in self.rooms.items()]])
 
     def sharing(self, copied: Program, then: str, *, timed: bool) -> Judged:
         """A program with its copies as a plan, or with shared storage where that is allowed and holds less beyond the

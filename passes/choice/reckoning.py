@@ -197,9 +197,7 @@ class Reckoning:
         limits = [self.wanted.limits.get(device, 1 << 62) - more.get(device, 0) for device in cut.devices]
         return np.array(limits, np.int64)
 
-    def fewest(
-        self, cut: Cut, way: Way, more: Mapping[Device, int], beside: Sequence[Way] = ()
-    ) -> tuple[Way, int]:
+    def fewest(self, cut: Cut, way: Way, more: Mapping[Device, int], beside: Sequence[Way] = ()) -> tuple[Way, int]:
         """As few units of a way as are reckoned to keep devices within their limits, and the bytes by which limits are
         exceeded all the same: where all units do not do, those with which a device holds the least.
 

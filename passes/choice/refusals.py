@@ -73,7 +73,7 @@ def missing_of(plans: Plans, peaks: Mapping[str, int], made: Program | None) -> 
     missing = [f"{name} lacks {nbytes_text(more)} of {nbytes_text(peaks[name])}" for name, more in excess.items()]
     if made is None or not excess:
         return "; ".join(missing), ""
-    limits = {str(device): limit for device, limit in plans.limits.items()}
+    limits = plans.rooms
     device = max(excess, key=lambda name: peaks[name] / limits[name])
     found = plans.filled(made, device)
     held = " and ".join([f"{nbytes_text(nbytes)} of {category}" for category, nbytes in found.held[:2]])

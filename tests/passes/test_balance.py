@@ -388,7 +388,10 @@ LINKLESS = graphir.Topology(
         ({"limits": {"gpu:77": "1 GiB"}}, "limits names gpu:77, which topology 'h200x8' does not have"),
         ({"limits": {"gpu:0": 10**9, "gpu:1": 10**9}, "topology": LINKLESS}, "no link from gpu:1 to gpu:0"),
         ({"limits": {"gpu:0": 10**9}, "topology": "h300x8"}, "no topology has the name 'h300x8'"),
-        ({"limits": {"gpu:0": 10**9}, "options": ["teleport"]}, "'shift', 'park', 'recompute', 'state', 'updates' or 'share_storage'"),
+        (
+            {"limits": {"gpu:0": 10**9}, "options": ["teleport"]},
+            "'recompute', 'state', 'updates' or 'share_storage'",
+        ),
         ({"limits": {"gpu:0": 10**9}, "pin": {"nothing": 0}}, "no module of program"),
         ({"limits": {"gpu:0": 10**9}, "pin": {"fc1": 5}}, "pinned to gpu:5, which no limit names"),
         ({"limits": {"gpu:0": 10**9}, "whole": ["nothing.*"]}, "no module of program"),

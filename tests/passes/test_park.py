@@ -380,5 +380,5 @@ def test_a_lookup_takes_as_long_as_the_rows_that_it_reads() -> None:
         output y : f32[64] @gpu:0 = aten.add.Tensor(x1, x2) {phase=backward}
         output rows
     """
-    clock = Clock(program_of(body).step, gpu(0), {})
+    clock = Clock.of(program_of(body).step, gpu(0), {})
     assert clock.times[3] - clock.times[2] < 100 * 64 * 8

@@ -174,3 +174,19 @@ def test_state_is_named_by_the_modules_that_own_it() -> None:
     replicated = passes.replicate(program, [0, 1])
     mine = [name for name in sorted(state_on(replicated, "gpu:0")) if name.startswith("gpu_0/2.")]
     assert sorted(states_named(replicated, mine)) == mine
+
+
+def test_what_is_parked_has_to_fit_into_the_memory_of_the_host() -> None:
+    program = adam(256, 512)
+    limit = int(1.02 * by_hand.held(parked(program, 0, 1))["gpu:0"])
+    devices = dict(H200.devices)
+    devices["cpu:0"] = devices["cpu:0"].model_copy(update={"memory": 1 << 20})
+    small = H200.model_copy(update={"devices": devices})
+    with pytest.raises(PassError, match=r"no placement within the limits was found: .*(gpu:0|cpu:0) lacks"):
+        passes.balance(program, {"gpu:0": limit}, topology=small, options=["state"], evaluations=20)
+    with pytest.raises(PassError) as refused:
+        passes.balance(program, {"gpu:0": limit, "cpu": "2 MiB"}, topology=small, evaluations=20)
+    assert str(refused.value) == (
+        "balance: limits lets cpu:0 hold 2.0 MiB, and topology 'h200x8' has 1.0 MiB there\n"
+        "  fix  give cpu:0 1048576 at most, or give a topology whose host has more"
+    )
