@@ -151,6 +151,7 @@ class Balance(Pass):
             pin=self.pin,
             whole=self.whole,
             budget=budget,
+            free=self.limits == "auto",
         )
 
     def free(self, program: Program, place: Topology) -> dict[str, int]:
@@ -179,10 +180,11 @@ def balance(
     """Find the placement that keeps within limits and whose step is shortest.
 
     Modules move to devices that are named in *limits* or *devices*; saved activations are parked there or on the host,
-    or computed again; optimizer state is parked likewise, between updates. It goes after :func:`replicate` and before
-    :func:`inject_copies`. Limits are of what a plan holds, :func:`graphir.memory`'s peak. What an allocator rounds up
-    and libraries take for themselves (a CUDA context, some 500 MB; cuBLAS, 32 MiB a stream) comes on top, so leave room
-    for it.
+    or computed again; optimizer state is parked likewise, between updates. Where *limits* names the host and nothing
+    else keeps within them or is as fast, the host runs some modules, with the bits of its kernels. It goes after
+    :func:`replicate` and before :func:`inject_copies`. Limits are of what a plan holds, :func:`graphir.memory`'s peak.
+    What an allocator rounds up and libraries take for themselves (a CUDA context, some 500 MB; cuBLAS, 32 MiB a stream)
+    comes on top, so leave room for it.
 
     Args:
         program: captured, replicated or sharded.

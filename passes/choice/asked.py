@@ -44,6 +44,7 @@ class Asked(NamedTuple):
         whole: patterns of modules that are not taken apart.
         budget: of the searches.
         known: the passes of a placement that is tried first, as text; empty where none is known.
+        free: whether the limits are what is free, and not what the caller named.
     """
 
     program: Program
@@ -58,6 +59,7 @@ class Asked(NamedTuple):
     whole: Sequence[str]
     budget: Budget
     known: str = ""
+    free: bool = False
 
     def wanted(self) -> Wanted:
         """The same for the groups of a search. A device that has no limit may hold as much as the topology says.
@@ -74,7 +76,8 @@ class Asked(NamedTuple):
             if room is not None:
                 limits[device] = room
         gpus = tuple([device for device in usable if not device.is_host])
-        return Wanted(limits, gpus, self.options, self.pins(), self.wholes())
+        hosts = CPU in self.limits and not self.free and "shift" in self.options
+        return Wanted(limits, gpus, self.options, self.pins(), self.wholes(), hosts)
 
     def usable(self) -> list[Device]:
         """The devices that the caller names."""

@@ -122,6 +122,26 @@ class ByHand:
             for end in range(1, len(level)) if len(chain) == 2 else ():
                 if self.best is None:  # what a plan holds does not always grow from one cut to the next
                     yield from self.judge(Draft(self.reckoning.cut(level, chain, (end,)).moves))
+        yield from self.hosted()
+
+    def hosted(self) -> _Tried:
+        """Judge modules on the host: at every depth, those with the most state by their seconds there, as few as keep
+        within the limits."""
+        if not self.wanted.hosts or len(self.sources) != 1:
+            return
+        chain, limits = (self.sources[0], Device.parse(CPU)), self.plans.limits
+        for level in self.levels.depths():
+            ranked = self.reckoning.ranked_on_host(level)
+            for count in range(1, len(ranked) + 1):
+                going = set(ranked[:count])
+                cut = self.reckoning.cut_at(tuple(level), chain, tuple([int(path in going) for path in level]))
+                yield
+                if cut.placed.peaks[0] > _HOPELESS * limits.get(chain[0], inf):
+                    continue
+                yield from self.judge(Draft(cut.moves))
+                hand = self.known[Draft(cut.moves)]
+                if hand is None or not self.plans.excess(hand.judged.peaks):
+                    break
 
     def every_one(self, chains: Sequence[tuple[Device, ...]]) -> _Tried:
         """Judge placements of a few modules, each of them on any device and stored in any way, in the order in which
@@ -244,9 +264,12 @@ class ByHand:
         more: dict[Device, int] = {}
         for _ in range(_CORRECTED if way.to is None else _CORRECTED_PARKED):
             some, over = self.reckoning.fewest(cut, way, more, beside)
+            if some.what != "saved" and some.units == way.units:  # all state is one plan, at whatever depth
+                some = next(state for state in self.states if (state.to, state.what) == (some.to, some.what))
             ways = (*beside, some) if some.units else beside
             draft = Draft(cut.moves, ways)
-            given = sum([limit for limit in self.reckoning.limits(cut, {}).tolist() if limit < 1 << 62])
+            limits = zip(cut.devices, self.reckoning.limits(cut, {}).tolist(), strict=True)
+            given = sum([limit for device, limit in limits if limit < 1 << 62 and not device.is_host])
             if draft in self.known or over > (_HOPELESS - 1) * given or self.beaten(some):
                 return
             yield from self.judge(draft)

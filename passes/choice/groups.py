@@ -39,6 +39,7 @@ class Wanted(NamedTuple):
         options: what may be done.
         pins: by module, the device where it has to be.
         whole: by module, the pattern of modules that are not taken apart, and which one of these it is in.
+        hosts: whether modules may go to the host.
     """
 
     limits: Mapping[Device, int]
@@ -46,6 +47,7 @@ class Wanted(NamedTuple):
     options: tuple[str, ...]
     pins: Mapping[str, Device]
     whole: Mapping[str, str]
+    hosts: bool = False
 
 
 @dataclass

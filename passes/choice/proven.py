@@ -30,11 +30,12 @@ def proven(
     Args:
         program: to be placed.
         limits: by device, the most that it may hold; of others it may be any number.
-        devices: that may be used beside those of the program.
+        devices: that may be used beside those of the program, and beside the host if that has a limit.
         options: what may be done to place it.
     """
     step, moves = program.step, "shift" in options
     used = list(dict.fromkeys([*[d for d in step.devices if not d.is_host], *devices]))
+    used += [device for device in limits if device.is_host and moves]  # the host may run modules
     found, most = 1.0, 0
     steps = Step(program, None, 1)
     parked = {steps.names[k] for k in steps.updated.nonzero()[0].tolist()} if {*options} & {"state", "updates"} else ()

@@ -7,6 +7,7 @@ within their limits.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, combinations, pairwise
@@ -15,7 +16,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from graphir.analysis.topology import Topology
-from graphir.ir.device import Device
+from graphir.ir.device import CPU, Device
+from graphir.ir.module_patterns import lineage
 from graphir.ir.names import micro_batches
 from graphir.ir.program import Program
 from graphir.ir.touches import Numbers
@@ -272,6 +274,16 @@ class Reckoning:
             found += equal
             order = [unit for unit in order if dear[unit] > least]
         return found
+
+    def ranked_on_host(self, level: Sequence[str]) -> list[str]:
+        """Modules with state that may go to the host, by the bytes of it for each second that the host takes."""
+        step, spent = self.levels.step, defaultdict[str, float](float)
+        for op, seconds in zip(step.net.ops, step.seconds(Device.parse(CPU), self.topology), strict=True):
+            for path in lineage(op.module):
+                spent[path] += seconds
+        parts, pins = self.levels.parts, self.wanted.pins
+        free = [path for path in level if parts[path].state and path not in pins]
+        return sorted(free, key=lambda path: spent[path] / parts[path].state)
 
     def longer(self, way: Way) -> float:
         """Seconds by which a step is reckoned to be longer."""

@@ -69,7 +69,7 @@ def test_a_map_with_modules_on_the_host_goes_in_and_out(options: dict[str, Any])
 def test_what_is_pinned_to_the_host_takes_no_room_of_a_gpu() -> None:
     limits = {"gpu:0": "100 KiB", "cpu": "1 GiB"}
     with pytest.raises(PassError, match="no placement within the limits was found: gpu:0 lacks"):
-        balance(captured(), limits, evaluations=5)
+        balance(captured(), {"gpu:0": "100 KiB"}, evaluations=5)
     assert on_the_host(balance(captured(), limits, pin={"token": "cpu"}, evaluations=5).program)
     with pytest.raises(PassError, match="cpu:0 lacks"):
         balance(captured(), {**limits, "cpu": "100 KiB"}, pin={"token": "cpu"}, evaluations=5)
@@ -106,3 +106,17 @@ def test_pins_to_the_host_that_cannot_hold_are_refused() -> None:
         balance(program, LIMITS, pin={"token": "cpu"}, options=["park"], evaluations=5)
     moved = passes.shift_modules(program, {"token": "cpu"})
     assert not balance(moved, LIMITS, pin={"token": "cpu"}, options=["park"], evaluations=5).pipeline
+
+
+def test_a_table_goes_to_the_host_by_itself_where_limits_name_it() -> None:
+    program, limits = captured(), {"gpu:0": "100 KiB", "cpu": "1 GiB"}
+    found = balance(program, limits, evaluations=5)
+    assert on_the_host(found.program) == {"token.weight"}
+    assert found.device_map == {"token": "cpu", "body.0": 0, "body.1.0": 0, "head": 0}
+    assert all(use.after <= (use.limit or use.after) for use in found.devices)
+    assert str(passes.Pipeline(found.pipeline)(program).step) == str(found.program.step)
+    assert "by hand: token on cpu:0" in str(found)
+    with pytest.raises(PassError, match="no placement within the limits was found"):
+        balance(program, limits, pin={"token": 0}, evaluations=5)
+    ample = balance(program, LIMITS | {"cpu": "1 GiB"}, evaluations=5)
+    assert not on_the_host(ample.program)
