@@ -59,7 +59,7 @@ def test_state_goes_to_the_host_where_nothing_else_fits(accumulate: int) -> None
     program = adam(128, 512, 256, device="cpu", accumulate=accumulate)
     most = by_hand.held(parked(program, 0, 1, 2))["gpu:0"]
     limits = {"gpu:0": int(1.02 * most)}
-    found = passes.balance(program, limits, topology=H200, evaluations=100)
+    found = passes.balance(program, limits, topology=H200, evaluations=30)
     assert state_on(found.program, "cpu:0")
     assert str(passes.Pipeline(found.pipeline)(program).step) == str(found.program.step)
     made = passes.Pipeline(found.then)(found.program)
@@ -95,7 +95,7 @@ def test_the_best_selection_of_few_blocks_is_found() -> None:
     program = adam(256, 1024, 512, batch=1024)
     placements = [
         parked(passes.recompute(program, [f"[{i}]" for i in again]) if again else program, *away)
-        for again in [[i for i in range(3) if flags[i]] for flags in product((0, 1), repeat=3)]
+        for again in ([], [1], [0, 1, 2])
         for away in [[i for i in range(3) if flags[i]] for flags in product((0, 1), repeat=3)]
     ]
     every = [(by_hand.held(one)["gpu:0"], seconds(one)) for one in placements]
