@@ -53,6 +53,7 @@ than so many times as long as the first that keeps within the limits."""
 
 _KNOWN: Final = "the passes of a placement of another batch"
 """How reports call a placement that was known."""
+
 _STATE: Final[tuple[Literal["state", "updates"], ...]] = ("state", "updates")
 """What may become of state, as the options say it."""
 
