@@ -16,9 +16,10 @@ far is not emitted.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from itertools import permutations, product
+from heapq import heappop, heappush
+from itertools import permutations
 from math import inf
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from graphir.analysis.topology import Topology
 from graphir.errors import GraphirError, PassError
@@ -26,8 +27,9 @@ from graphir.ir.device import CPU, Device
 from graphir.ir.program import Program
 
 from .drafts import Draft, Drafts, Hand, Way, says
+from .few import Fate, Few
 from .groups import Wanted
-from .levels import Levels, Unit
+from .levels import Levels
 from .plans import Plans
 from .reckoning import Cut, Reckoning
 
@@ -44,13 +46,40 @@ clock of a route says, which is not reckoned."""
 _HOPELESS: Final = 1.1
 """How many times a limit may be reckoned to be held so that a plan is worth a look."""
 
-_MOST_PLACED: Final = 1_500
-_FASTER: Final = 1.02
-"""Where there are so few placements of modules, all are reckoned; and those judged that are reckoned to take no more
-than so many times as long as the first that keeps within the limits."""
+_FASTER: Final = 1.03
+_FRUITLESS: Final = 8
+"""A plan that is reckoned to take more than so many times as long as the fastest so far is not judged, nor is any other
+after so many in a row that were no faster."""
 
 _Tried: TypeAlias = "Generator[None, None, None]"
 """Yields whenever some work was done, so that whoever asks can stop."""
+
+
+class _Try(NamedTuple):
+    """A plan that is to be judged; the first in order is the next.
+
+    Attributes:
+        over: the bytes by which it is reckoned to exceed limits.
+        seconds: that a step is reckoned to take.
+        number: how many were added before.
+        cut: where modules are.
+        ways: what is stored otherwise.
+        way: all units of what is stored otherwise, of which it has the fewest that do; None where it is as it is.
+        corrected: how many plans led to it.
+    """
+
+    over: int
+    seconds: float
+    number: int
+    cut: Cut
+    ways: tuple[Way, ...] = ()
+    way: Way | None = None
+    corrected: int = 0
+
+    @property
+    def kind(self) -> tuple[bool, ...]:
+        """Whether modules move, and whether some store something otherwise, parked or recomputed."""
+        return bool(self.cut.moves), *sorted({way.to is None for way in self.ways})
 
 
 class ByHand:
@@ -86,94 +115,116 @@ class ByHand:
         self.reckoning = Reckoning(program, levels, wanted, topology, issue)
         self.sources = self.reckoning.sources
         self.known: dict[Draft, Hand | None] = {}
+        self.tries: list[_Try] = []
+        self.more: dict[object, Mapping[Device, int]] = {}
+        self.said: dict[tuple[bool, ...], float] = {}
         self.best: Hand | None = None
         self.nearest: Hand | None = None
 
     def tried(self) -> _Tried:
-        """Try one plan after the other."""
+        """Try one plan after the other: those first that are reckoned to keep within the limits, and of these the
+        fastest."""
         yield from self.judge(Draft())
         now = self.known[Draft()]
         chains = list(self.chains()) if "shift" in self.options else []
         if now is None or (not self.plans.excess(now.judged.peaks) and not chains):
             return  # nothing that is stored otherwise takes less time
         places = [(tuple(level), chain) for level in self.levels.cuts() for chain in chains]
-        for place in places:
-            cut = yield from self.reckoning.cheapest(*place, Way())
-            yield from self.least(cut, Way())
-        if not self.plans.excess(now.judged.peaks):
-            return
-        yield from self.every_one(chains or [tuple(self.sources)])
-        ways = list(self.ways())
-        here = self.reckoning.now()
-        yield from self.in_order([(here, way) for way in ways])
-        for place in places:
-            cuts = []
-            for way in ways:
-                cuts.append((yield from self.reckoning.cheapest(*place, way)))
-            yield from self.in_order(list(zip(cuts, ways, strict=True)))
+        yield from self.plain_cuts(places)
+        if self.plans.excess(now.judged.peaks):
+            yield from self.every_one(chains or [tuple(self.sources)])
+            yield from self.stored_otherwise(places)
+        yield from self.in_order()
+
+    def plain_cuts(self, places: Sequence[tuple[tuple[str, ...], tuple[Device, ...]]]) -> _Tried:
+        """Add cuts alone: of two parts each, of several the cheapest."""
         for level, chain in places:
-            for end in range(1, len(level)) if len(chain) == 2 else ():
-                if self.best is None:  # what a plan holds does not always grow from one cut to the next
-                    yield from self.judge(Draft(self.reckoning.cut(level, chain, (end,)).moves))
+            if len(chain) == 2:
+                for end in range(1, len(level)):
+                    self.add(self.reckoning.cut(level, chain, (end,)))
+                    yield
+            else:
+                self.add((yield from self.reckoning.cheapest(level, chain, Way())))
 
     def every_one(self, chains: Sequence[tuple[Device, ...]]) -> _Tried:
-        """Judge placements of a few modules, each of them on any device and stored in any way, in the order in which
-        they are reckoned to be fast."""
+        """Add every placement of a few modules, each of them on any device and stored in any way."""
+        fates: list[Fate] = ["keep"]
+        fates += ["again"] if "recompute" in self.options else []
+        fates += ["park"] if "park" in self.options else []
         for level in self.levels.depths():
-            units = [path for path in level if self.levels.parts[path].state]
-            for chain in chains[:1] if len(self.sources) == 1 else ():
-                kinds = ["keep", *(["again"] if "recompute" in self.options else [])]
-                kinds += ["park"] if "park" in self.options else []
-                if not units or (len(chain) * len(kinds)) ** len(units) > _MOST_PLACED:
-                    continue
-                drafts: list[tuple[bool, float, int, Draft]] = []
-                for at in product(range(len(chain)), repeat=len(units)):
-                    cut = self.reckoning.cut_at(tuple(units), chain, at)
-                    limits = self.reckoning.limits(cut, {})
-                    for stored in product(kinds, repeat=len(units)):
-                        ways = self.ways_of(units, chain, at, stored)
-                        over = bool((self.reckoning.peaks(cut, ways) > limits).any())
-                        if not over or not (self.reckoning.peaks(cut, ways, hopes=True) > limits).any():
-                            drafts.append((over, self.reckoning.cost(cut, ways), len(drafts), Draft(cut.moves, ways)))
-                    yield
-                yield from self.fastest_of(drafts)
+            few = Few(self.reckoning, [p for p in level if self.levels.parts[p].state], chains[0], fates)
+            for placements in few.reckoned() if len(self.sources) == 1 and not few.many else ():
+                for over, hoped, seconds, cut, ways in placements:
+                    if not over or not hoped:
+                        self.push(_Try(over, seconds, len(self.tries), cut, ways))
+                yield
 
-    def fastest_of(self, drafts: Sequence[tuple[bool, float, int, Draft]]) -> _Tried:
-        """Judge drafts, each with whether limits are reckoned to be exceeded, and with its seconds: the fastest first,
-        and while none is found, those that are over."""
-        most = inf
-        for over, cost, _, draft in sorted(drafts):
-            if cost > most or (over and self.best is not None):
+    def stored_otherwise(self, places: Sequence[tuple[tuple[str, ...], tuple[Device, ...]]]) -> _Tried:
+        """Add the least of each way, where modules are and behind the cheapest cut."""
+        ways, here = list(self.ways()), self.reckoning.now()
+        for way in ways:
+            self.add(here, way)
+            yield
+        for level, chain in places:
+            for way in ways:
+                self.add((yield from self.reckoning.cheapest(level, chain, way)), way)
+                yield
+
+    def add(self, cut: Cut, way: Way | None = None, corrected: int = 0) -> None:
+        """Add the plan with the fewest units of a way that is reckoned to keep within the limits; without a way, the
+        cut alone."""
+        ways: tuple[Way, ...] = ()
+        if way is None:
+            peaks, limits = cut.placed.peaks, self.reckoning.limits(cut, self.more.get(cut.moves, {}))
+            over = int((peaks - limits).clip(0).sum())
+        else:
+            some, over = self.reckoning.fewest(cut, way, self.more.get((cut.moves, way), self.more.get(cut.moves, {})))
+            ways = (some,) if some.units else ()
+        given = sum([limit for limit in self.reckoning.limits(cut, {}).tolist() if limit < 1 << 62])
+        if over <= (_HOPELESS - 1) * given:
+            self.push(_Try(over, self.reckoning.cost(cut, ways), len(self.tries), cut, ways, way, corrected))
+
+    def push(self, one: _Try) -> None:
+        """Add a plan that is worth to be judged."""
+        heappush(self.tries, one)
+
+    def in_order(self) -> _Tried:
+        """Judge the plans that were added; those that exceed limits by no more than it takes for hope only while none
+        keeps within them."""
+        fruitless = 0
+        while self.tries and fruitless < _FRUITLESS:
+            one = heappop(self.tries)
+            draft, best = Draft(one.cut.moves, one.ways), self.best
+            if draft in self.known or (best is not None and (one.over or self.slower(one, best))):
                 continue
             yield from self.judge(draft)
             hand = self.known[draft]
-            if hand is not None and not self.plans.excess(hand.judged.peaks):
-                most = min(most, _FASTER * cost)
+            fruitless = 0 if self.best is None or self.best is not best else fruitless + 1
+            if hand is not None:
+                self.correct(one, hand)
 
-    def ways_of(
-        self, units: Sequence[str], chain: Sequence[Device], at: Sequence[int], stored: Sequence[str]
-    ) -> tuple[Way, ...]:
-        """What modules store otherwise: what is parked of one part is on the next device, or on the host."""
-        found: dict[Device | None, list[Unit]] = {}
-        for path, part, kind in zip(units, at, stored, strict=True):
-            if kind != "keep":
-                away = chain[(part + 1) % len(chain)] if len(chain) > 1 else CPU
-                found.setdefault(None if kind == "again" else away, []).append((path,))
-        return tuple(
-            [Way(tuple(paths), to) for to, paths in sorted(found.items(), key=lambda pair: str(pair[0] or ""))]
-        )
+    def slower(self, one: _Try, best: Hand) -> bool:
+        """Whether a plan is reckoned to be slower than the best one, as plans of its kind were said to be that were
+        judged."""
+        return one.seconds * self.said.get(one.kind, 1.0) > _FASTER * best.judged.seconds
 
-    def in_order(self, tries: Sequence[tuple[Cut, Way]]) -> _Tried:
-        """Look for the least of some ways, those first that are reckoned to keep within the limits, and of these the
-        fastest."""
-        ranked = []
-        for number, (cut, way) in enumerate(tries):
-            some, over = self.reckoning.fewest(cut, way, {})
-            ranked.append((over, self.reckoning.longer(some), number))
-            yield
-        for over, _, number in sorted(ranked):
-            if over <= 0 or self.best is None:
-                yield from self.least(*tries[number])
+    def correct(self, one: _Try, hand: Hand) -> None:
+        """Go on with what a plan holds beyond what was reckoned."""
+        reckoned = self.reckoning.peaks(one.cut, one.ways).tolist()
+        if hand.judged.seconds < inf:
+            ratio = hand.judged.seconds / one.seconds
+            self.said[one.kind] = min(self.said.get(one.kind, ratio), ratio)
+        more = {
+            device: hand.judged.peaks.get(str(device), 0) - nbytes
+            for device, nbytes in zip(one.cut.devices, reckoned, strict=True)
+        }
+        if one.way is None:
+            if not one.ways:
+                self.more[one.cut.moves] = more
+            return
+        self.more[one.cut.moves, one.way] = more
+        if one.corrected + 1 < (_CORRECTED if one.way.to is None else _CORRECTED_PARKED):
+            self.add(one.cut, one.way, one.corrected + 1)
 
     # What a plan comes to.
 
@@ -197,31 +248,6 @@ class ByHand:
         elif self.best is None or judged.seconds < self.best.judged.seconds:
             self.best = hand
         return hand
-
-    def least(self, cut: Cut, way: Way) -> _Tried:
-        """Judge the plan with the fewest units of a way that keeps within the limits."""
-        more: dict[Device, int] = {}
-        for _ in range(_CORRECTED if way.to is None else _CORRECTED_PARKED):
-            some, over = self.reckoning.fewest(cut, way, more)
-            draft = Draft(cut.moves, (some,) if some.units else ())
-            given = sum([limit for limit in self.reckoning.limits(cut, {}).tolist() if limit < 1 << 62])
-            if draft in self.known or over > (_HOPELESS - 1) * given or self.beaten(some):
-                return
-            yield from self.judge(draft)
-            hand = self.known[draft]
-            if hand is None:
-                return
-            reckoned = self.reckoning.peaks(cut, [some]).tolist()
-            for device, nbytes in zip(cut.devices, reckoned, strict=True):
-                more[device] = hand.judged.peaks.get(str(device), 0) - nbytes
-
-    def beaten(self, way: Way) -> bool:
-        """Whether no plan can be faster than the best that stores so otherwise: devices compute all of it."""
-        if self.best is None or way.to is not None or not way.units:
-            return False
-        return (
-            self.reckoning.least_seconds + self.reckoning.longer(way) / self.reckoning.count >= self.best.judged.seconds
-        )
 
     def chains(self) -> Iterator[tuple[Device, ...]]:
         """The orders in which parts of the model are on devices: one where these are alike."""

@@ -24,7 +24,7 @@ from graphir.ir.touches import Numbers
 
 from .step import Step
 
-__all__ = ["Gaps", "Holding", "Placed"]
+__all__ = ["Gaps", "Holding", "Placed", "joined"]
 
 
 class Gaps(NamedTuple):
@@ -33,6 +33,13 @@ class Gaps(NamedTuple):
     storage: Numbers
     start: Numbers
     end: Numbers
+
+
+def joined(gaps: Sequence[Gaps]) -> Gaps:
+    """Several gaps as one, in their order."""
+    none = np.zeros(0, np.int64)
+    storage, start, end = [np.concatenate(column) for column in zip(*gaps, strict=True)] or [none] * 3
+    return Gaps(storage, start, end)
 
 
 class Placed(NamedTuple):
@@ -183,3 +190,16 @@ class Holding:
                 np.subtract.at(change[to], end, nbytes)
         found: Numbers = placed.state + (placed.live + change.cumsum(1)[:, : self.count]).max(1)
         return found
+
+    def peak(self, placed: Placed, part: int, gaps: Gaps, count: int) -> int:
+        """The most bytes of one part with the first so many of some gaps."""
+        storage, start, end = (column[:count] for column in gaps)
+        there = placed.home[storage] == part
+        return int(placed.state[part] + (placed.live[part] + self.away(storage[there], start[there], end[there])).max())
+
+    def away(self, storage: Numbers, start: Numbers, end: Numbers) -> NDArray[np.int64]:
+        """By operator, the bytes of storages that are not there, below 0."""
+        change, nbytes = np.zeros(self.count + 1, np.int64), self.step.nbytes[storage]
+        np.subtract.at(change, start, nbytes)
+        np.add.at(change, end, nbytes)
+        return change.cumsum()[: self.count]

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from graphir.analysis.topology import Topology
 from graphir.ir.device import Device
@@ -22,10 +23,12 @@ from graphir.ir.touches import Numbers
 from ..order import AHEAD
 from .drafts import Way
 from .groups import Wanted
-from .holding import Gaps, Holding, Placed
+from .holding import Gaps, Holding, Placed, joined
 from .levels import Levels, Unit
 
-__all__ = ["Cut", "Reckoning"]
+__all__ = ["Added", "Cut", "Reckoning"]
+
+Seconds: TypeAlias = "NDArray[np.float64]"
 
 _SWEEPS: Final = 2
 """How often every boundary between two devices is moved to where it is best."""
@@ -34,7 +37,8 @@ _EQUAL: Final = 1.05
 """How many times as dear as the cheapest a unit is that counts as equal: of equal units, the earlier one is first."""
 
 _PARKED: Final = 0.2
-"""The part of the time of copies to where something is parked that a step is reckoned to be longer by."""
+"""The part of the time of copies to where something is parked that a step is reckoned to be longer by, of copies that
+may all run beside what is computed."""
 
 
 class Cut(NamedTuple):
@@ -49,6 +53,20 @@ class Cut(NamedTuple):
     moves: tuple[tuple[str, Device], ...]
     devices: tuple[Device, ...]
     placed: Placed
+
+
+class Added(NamedTuple):
+    """Seconds that what is stored otherwise adds to a step.
+
+    Attributes:
+        busy: what is computed again.
+        issued: what one host thread issues for it.
+        copied: what copies to where it is parked take, and as much again those back.
+    """
+
+    busy: float
+    issued: float
+    copied: float
 
 
 class Reckoning:
@@ -71,6 +89,11 @@ class Reckoning:
         self.parts = micro_batches(program.step.blobs)
         self.cuts: dict[tuple[tuple[str, ...], tuple[Device, ...], tuple[int, ...]], Cut] = {}
         self.gaps: dict[tuple[Unit, bool, bool], Gaps] = {}
+        self.joined: dict[tuple[Way, bool], Gaps] = {}
+        self.plains: dict[tuple[tuple[tuple[str, Device], ...], tuple[Device, ...]], tuple[float, float]] = {}
+        self.ways: dict[Way, Added] = {}
+        self.speeds: dict[Device, Seconds] = {}
+        self.order: dict[tuple[tuple[Unit, ...], Device | None], list[Unit]] = {}
 
     def now(self) -> Cut:
         """The program as it is."""
@@ -128,19 +151,43 @@ class Reckoning:
     def cost(self, cut: Cut, ways: Sequence[Way]) -> float:
         """Seconds that a step is reckoned to take: what is computed, copied and issued, one after the other; where
         micro-batches flow, what the busiest device computes."""
-        spent = np.bincount(cut.placed.at, self.seconds, len(cut.devices))
-        busy = float(spent.max() if self.parts > 1 else spent.sum())
-        pace = min([self.topology.link(str(a), str(b)).bytes_per_second for a, b in pairwise(cut.devices)], default=1.0)
-        step, copies, issued = self.levels.step, cut.placed.copies, self.issued
-        for way in ways:
-            busy += self.longer(way)
-            for unit in way.units:
-                storages = self.gap(unit, again=way.to is None).storage.tolist()
-                if way.to is None:
-                    issued += sum([step.issued[step.makers[k]] for k in storages])
-                else:
-                    copies += 2 * len(storages)
-        return max(busy + cut.placed.crossing / pace, issued + self.issue * copies)
+        busy, issued = self.plain(cut)
+        return self.total(busy, issued, [self.added(way) for way in ways])
+
+    def plain(self, cut: Cut) -> tuple[float, float]:
+        """Seconds of a cut with everything kept: what is computed and copied, and what one host thread issues."""
+        key = cut.moves, cut.devices
+        if key not in self.plains:
+            spent = [float(self.spent(device)[cut.placed.at == part].sum()) for part, device in enumerate(cut.devices)]
+            busy = max(spent) if self.parts > 1 else sum(spent)
+            pairs = pairwise(cut.devices) if cut.moves else ()
+            pace = min([self.topology.link(str(a), str(b)).bytes_per_second for a, b in pairs], default=1.0)
+            self.plains[key] = busy + cut.placed.crossing / pace, self.issued + self.issue * cut.placed.copies
+        return self.plains[key]
+
+    def total(self, busy: float, issued: float, added: Sequence[Added]) -> float:
+        """Seconds of a step with what is stored otherwise on top. Copies of what is parked run beside the forward, and
+        back beside the backward."""
+        copied = sum([one.copied for one in added])
+        behind = self.least_seconds * self.count - self.ahead
+        longer = max(copied - self.ahead, 0.0) + max(copied - behind, 0.0) + _PARKED * min(copied, self.ahead)
+        return max(busy + sum([one.busy for one in added]) + longer, issued + sum([one.issued for one in added]))
+
+    def added(self, way: Way) -> Added:
+        """What a way adds to a step."""
+        if way not in self.ways:
+            levels = self.levels
+            if way.to is None:
+                busy = sum(map(levels.seconds, way.units))
+                self.ways[way] = Added(busy, sum(map(levels.issued, way.units)), 0.0)
+            else:
+                copies = 2 * sum([len(self.gap(unit, again=False).storage) for unit in way.units])
+                nbytes = sum([levels.parts[path].saved for unit in way.units for path in unit]) * self.parts
+                source = next((d for d in (*self.sources, *self.wanted.devices) if d != way.to), way.to)
+                link = None if source == way.to else self.topology.link(str(source), str(way.to))
+                copied = nbytes / link.bytes_per_second if link is not None else 0.0
+                self.ways[way] = Added(0.0, self.issue * copies, copied)
+        return self.ways[way]
 
     def even(self, level: Sequence[str], chain: Sequence[Device]) -> tuple[int, ...]:
         """Where parts end that hold as much of a level as their devices' shares of the limits."""
@@ -163,10 +210,18 @@ class Reckoning:
         """By part of a cut, the most bytes that it is reckoned to hold; who *hopes* takes what is parked to be nowhere
         meanwhile, which is so where it is away while the others hold little."""
         gaps = []
-        for units, to in ways:
-            part = cut.devices.index(to) if to in cut.devices and not hopes else -1
-            gaps += [(self.gap(unit, again=to is None, hopes=hopes), part) for unit in units]
+        for way in ways:
+            part = cut.devices.index(way.to) if way.to in cut.devices and not hopes else -1
+            gaps.append((self.gap_of(way, hopes=hopes), part))
         return self.holding.peaks(cut.placed, gaps)
+
+    def gap_of(self, way: Way, *, hopes: bool = False) -> Gaps:
+        """When the storages of a way are away."""
+        key = way, hopes
+        if key not in self.joined:
+            found = [self.gap(unit, again=way.to is None, hopes=hopes) for unit in way.units]
+            self.joined[key] = joined(found)
+        return self.joined[key]
 
     def gap(self, unit: Unit, *, again: bool, hopes: bool = False) -> Gaps:
         """When the storages of a unit are away that are computed *again* or parked; *hopes* as for :meth:`peaks`."""
@@ -191,30 +246,36 @@ class Reckoning:
             more: by device, what a plan was found to hold beyond what is reckoned.
         """
         limits = self.limits(cut, more)
-        over = np.maximum(cut.placed.peaks - limits, 0)
         chosen: set[Unit] = set()
-        for part in np.flatnonzero(over).tolist():
-            units = [unit for unit in way.units if self.part(cut, unit) == part and cut.devices[part] != way.to]
-            found: list[tuple[int, int]] = []
-            ranked = self.ranked(units)
-            for count in range(1, len(ranked) + 1):
-                peak = self.peaks(cut, [way._replace(units=tuple(ranked[:count]))])[part]
-                found.append((max(int(peak - limits[part]), 0), count))
-                if peak <= limits[part]:
-                    break
-            over[part], count = min(found, default=(int(over[part]), 0))
-            chosen.update(ranked[:count])
-        return way._replace(units=tuple([unit for unit in way.units if unit in chosen])), int(over.sum())
+        for part in np.flatnonzero(cut.placed.peaks > limits).tolist():
+            units = tuple([unit for unit in way.units if self.part(cut, unit) == part and cut.devices[part] != way.to])
+            ranked = self.ranked(units, way.to)
+            found = [self.gap(unit, again=way.to is None) for unit in ranked]
+            gaps, ends = joined(found), [0, *accumulate([len(gap.storage) for gap in found])]
+            held = [self.holding.peak(cut.placed, part, gaps, ends[-1])]
+            enough = max(int(limits[part]), held[0])  # a device holds the less, the more units are stored otherwise
+            least, most = 0, len(ranked)
+            while least < most:
+                middle = (least + most) // 2
+                if self.holding.peak(cut.placed, part, gaps, ends[middle]) <= enough:
+                    most = middle
+                else:
+                    least = middle + 1
+            chosen.update(ranked[:most])
+        some = way._replace(units=tuple([unit for unit in way.units if unit in chosen]))
+        return some, int(np.maximum(self.peaks(cut, [some] if some.units else []) - limits, 0).sum())
 
     def part(self, cut: Cut, unit: Unit) -> int:
         """The part that a unit is in."""
         return int(cut.placed.at[self.levels.parts[unit[0]].first])
 
-    def ranked(self, units: Sequence[Unit]) -> list[Unit]:
+    def ranked(self, units: tuple[Unit, ...], to: Device | None) -> list[Unit]:
         """Units by what it takes to free a byte with them; of about equally dear ones the earlier first, as they free
-        it for longer."""
-        levels = self.levels
-        dear = {unit: levels.seconds(unit) / max(levels.freed(unit), 1) for unit in units}
+        it for longer. What is parked costs the same for each byte."""
+        levels, key = self.levels, (units, to)
+        if key in self.order:
+            return self.order[key]
+        dear = {unit: 0.0 if to else levels.seconds(unit) / max(levels.freed(unit), 1) for unit in units}
         order = sorted(units, key=dear.__getitem__)
         found: list[Unit] = []
         while order:
@@ -222,17 +283,8 @@ class Reckoning:
             equal = [unit for unit in units if unit in order and dear[unit] <= least]
             found += equal
             order = [unit for unit in order if dear[unit] > least]
+        self.order[key] = found
         return found
-
-    def longer(self, way: Way) -> float:
-        """Seconds by which a step is reckoned to be longer."""
-        if way.to is None:
-            return sum(map(self.levels.seconds, way.units))
-        source = next((device for device in self.sources if device != way.to), way.to)
-        if source == way.to:
-            return 0.0
-        nbytes = sum([self.levels.parts[path].saved for unit in way.units for path in unit]) * self.parts
-        return _PARKED * nbytes / self.topology.link(str(source), str(way.to)).bytes_per_second
 
     @property
     def count(self) -> int:
@@ -245,17 +297,31 @@ class Reckoning:
         return float(self.seconds.sum()) / self.count
 
     @cached_property
+    def ahead(self) -> float:
+        """Seconds of the forward."""
+        return float(self.seconds[self.levels.step.forward].sum())
+
+    @cached_property
     def issued(self) -> float:
         """Seconds that one host thread takes to issue all operators."""
         return sum(self.levels.step.issued)
 
     @cached_property
-    def seconds(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    def seconds(self) -> Seconds:
         """By operator, its seconds where it is."""
         step = self.levels.step
         found = np.zeros(len(step.net.ops))
         for number, device in enumerate(step.devices):
             if not device.is_host:
                 those = step.at == number
-                found[those] = np.array(step.seconds(device, self.topology))[those]
+                found[those] = self.spent(device)[those]
         return found
+
+    def spent(self, device: Device) -> Seconds:
+        """By operator, its seconds on a gpu; nothing of those that the host runs."""
+        if device not in self.speeds:
+            step = self.levels.step
+            found = np.zeros(len(step.net.ops)) if device.is_host else np.array(step.seconds(device, self.topology))
+            found[step.on_host] = 0.0
+            self.speeds[device] = found
+        return self.speeds[device]
