@@ -7,10 +7,10 @@
     the two together                              a cut, and the least that is recomputed or parked behind it
 
 Whether a plan keeps within limits, the plan says, and not what groups are reckoned to hold: a balance never refuses
-what one of these keeps, and never hands back a longer step. What is cheap comes first: the program as it is, cuts
-alone, then what is stored otherwise, the fastest first. Which cut, and how many units it takes, :mod:`.reckoning` says;
-where a plan holds more or less, the reckoning goes on with that in mind. What cannot be faster than the fastest plan so
-far is not emitted.
+what one of these keeps, and never hands back a longer step. First of all plans are reckoned, of whatever kind
+(:mod:`.reckoning`, :mod:`.few`); then they are judged, the fastest first of those that are reckoned to keep within the
+limits. Where a plan holds more or less than was reckoned, the reckoning of the next one of its kind says so. Plans that
+are reckoned to be slower than the fastest so far are not emitted.
 """
 
 from __future__ import annotations
