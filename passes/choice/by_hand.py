@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
-from itertools import permutations
+from itertools import count, permutations
 from math import inf
 from typing import Final, NamedTuple, TypeAlias
 
@@ -50,6 +50,9 @@ _FASTER: Final = 1.03
 _FRUITLESS: Final = 8
 """A plan that is reckoned to take more than so many times as long as the fastest so far is not judged, nor is any other
 after so many in a row that were no faster."""
+
+_EARLY: Final = 2
+"""How many plans are judged before cuts with something behind them are reckoned, which takes long in large programs."""
 
 _Tried: TypeAlias = "Generator[None, None, None]"
 """Yields whenever some work was done, so that whoever asks can stop."""
@@ -116,6 +119,7 @@ class ByHand:
         self.sources = self.reckoning.sources
         self.known: dict[Draft, Hand | None] = {}
         self.tries: list[_Try] = []
+        self.numbers = count()
         self.more: dict[object, Mapping[Device, int]] = {}
         self.said: dict[tuple[bool, ...], float] = {}
         self.best: Hand | None = None
@@ -156,7 +160,7 @@ class ByHand:
             for placements in few.reckoned() if len(self.sources) == 1 and not few.many else ():
                 for over, hoped, seconds, cut, ways in placements:
                     if not over or not hoped:
-                        self.push(_Try(over, seconds, len(self.tries), cut, ways))
+                        self.push(_Try(over, seconds, next(self.numbers), cut, ways))
                 yield
 
     def stored_otherwise(self, places: Sequence[tuple[tuple[str, ...], tuple[Device, ...]]]) -> _Tried:
@@ -165,6 +169,7 @@ class ByHand:
         for way in ways:
             self.add(here, way)
             yield
+        yield from self.in_order(_EARLY)
         for level, chain in places:
             for way in ways:
                 self.add((yield from self.reckoning.cheapest(level, chain, way)), way)
@@ -182,22 +187,23 @@ class ByHand:
             ways = (some,) if some.units else ()
         given = sum([limit for limit in self.reckoning.limits(cut, {}).tolist() if limit < 1 << 62])
         if over <= (_HOPELESS - 1) * given:
-            self.push(_Try(over, self.reckoning.cost(cut, ways), len(self.tries), cut, ways, way, corrected))
+            self.push(_Try(over, self.reckoning.cost(cut, ways), next(self.numbers), cut, ways, way, corrected))
 
     def push(self, one: _Try) -> None:
         """Add a plan that is worth to be judged."""
         heappush(self.tries, one)
 
-    def in_order(self) -> _Tried:
-        """Judge the plans that were added; those that exceed limits by no more than it takes for hope only while none
+    def in_order(self, most: int | None = None) -> _Tried:
+        """Judge the plans that were added, so many at most; those that are reckoned to exceed limits only while none
         keeps within them."""
-        fruitless = 0
-        while self.tries and fruitless < _FRUITLESS:
+        fruitless = judged = 0
+        while self.tries and fruitless < _FRUITLESS and judged != most:
             one = heappop(self.tries)
             draft, best = Draft(one.cut.moves, one.ways), self.best
             if draft in self.known or (best is not None and (one.over or self.slower(one, best))):
                 continue
             yield from self.judge(draft)
+            judged += 1
             hand = self.known[draft]
             fruitless = 0 if self.best is None or self.best is not best else fruitless + 1
             if hand is not None:
