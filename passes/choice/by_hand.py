@@ -59,7 +59,7 @@ _Tried: TypeAlias = "Generator[None, None, None]"
 
 
 class _Try(NamedTuple):
-    """A plan that is to be judged; the first in order is the next.
+    """A plan that is to be judged; of one kind, the first in order is the next.
 
     Attributes:
         over: the bytes by which it is reckoned to exceed limits.
@@ -118,7 +118,7 @@ class ByHand:
         self.reckoning = Reckoning(program, levels, wanted, topology, issue)
         self.sources = self.reckoning.sources
         self.known: dict[Draft, Hand | None] = {}
-        self.tries: list[_Try] = []
+        self.tries: dict[tuple[bool, ...], list[_Try]] = {}
         self.numbers = count()
         self.more: dict[object, Mapping[Device, int]] = {}
         self.said: dict[tuple[bool, ...], float] = {}
@@ -191,16 +191,26 @@ class ByHand:
 
     def push(self, one: _Try) -> None:
         """Add a plan that is worth to be judged."""
-        heappush(self.tries, one)
+        heappush(self.tries.setdefault(one.kind, []), one)
+
+    def pop(self) -> _Try | None:
+        """Take the plan that is to be judged next; None where no more are left."""
+        heaps = [heap for heap in self.tries.values() if heap]
+        return heappop(min(heaps, key=lambda heap: (heap[0].over, self.said_of(heap[0])))) if heaps else None
+
+    def said_of(self, one: _Try) -> float:
+        """The seconds that a plan is reckoned to take, times what plans of its kind took longer that were judged."""
+        return one.seconds * self.said.get(one.kind, 1.0)
 
     def in_order(self, most: int | None = None) -> _Tried:
         """Judge the plans that were added, so many at most; those that are reckoned to exceed limits only while none
         keeps within them."""
         fruitless = judged = 0
-        while self.tries and fruitless < _FRUITLESS and judged != most:
-            one = heappop(self.tries)
+        while fruitless < _FRUITLESS and judged != most and (one := self.pop()) is not None:
             draft, best = Draft(one.cut.moves, one.ways), self.best
-            if draft in self.known or (best is not None and (one.over or self.slower(one, best))):
+            if draft in self.known or (
+                best is not None and (one.over or self.said_of(one) > _FASTER * best.judged.seconds)
+            ):
                 continue
             yield from self.judge(draft)
             judged += 1
@@ -208,11 +218,6 @@ class ByHand:
             fruitless = 0 if self.best is None or self.best is not best else fruitless + 1
             if hand is not None:
                 self.correct(one, hand)
-
-    def slower(self, one: _Try, best: Hand) -> bool:
-        """Whether a plan is reckoned to be slower than the best one, as plans of its kind were said to be that were
-        judged."""
-        return one.seconds * self.said.get(one.kind, 1.0) > _FASTER * best.judged.seconds
 
     def correct(self, one: _Try, hand: Hand) -> None:
         """Go on with what a plan holds beyond what was reckoned."""

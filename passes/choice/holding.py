@@ -82,13 +82,15 @@ class Holding:
         self.on_gpu = np.array([not blobs[name].device.is_host for name in step.names], np.bool_)
 
     @cached_property
-    def modules(self) -> list[str]:
-        """By operator, its module; what has none goes with the operator before."""
+    def modules(self) -> tuple[list[str], Numbers]:
+        """The modules of operators, and by operator the number of its own; what has none goes with the operator
+        before."""
+        numbers: dict[str, int] = {}
         found, last = [], ""
         for op in self.step.net.ops:
             last = op.module or last
-            found.append(last)
-        return found
+            found.append(numbers.setdefault(last, len(numbers)))
+        return list(numbers), np.array(found or [0], np.int64)
 
     def placed(self, part_of: Mapping[str, int], parts: int) -> Placed:
         """What the parts hold where everything is kept.
@@ -105,7 +107,8 @@ class Holding:
                 known[module] = next((part_of[path] for path in reversed(lineage(module)) if path in part_of), -1)
             return known[module]
 
-        at = np.array([part(module) for module in self.modules] or [0], np.int64)
+        names, module_of = self.modules
+        at = np.array([part(module) for module in names] or [0], np.int64)[module_of]
         at = at[np.maximum.accumulate(np.where(at >= 0, np.arange(len(at)), 0))]
         at = np.maximum(at, 0)
         first = at[np.maximum(step.first(np.ones(len(step.op), np.bool_)), 0)]
