@@ -71,10 +71,14 @@ def blocks(kind: Kind, count: int, accumulate: int = 1) -> Program:
 
 
 def whats(program: Program) -> Iterator[str]:
-    """What a person may recompute of a model that is a row: each run of its parts, and each module."""
+    """What a person may recompute of a model that is a row: each run of its parts, and each module inside of a part, by
+    the name that its result may have as well. Of more than 8 parts, which are alike, runs that begin at the first or
+    second one or end at the last one, and modules of the first and the last parts."""
     parts = sum("." not in path and path.isdecimal() for path in program.module_paths)
-    yield from [f"[{i}:{j}]" for i in range(parts) for j in range(i + 1, parts + 1)]
-    yield from [path for path in program.module_paths if "." in path]
+    runs = [(i, j) for i in range(parts) for j in range(i + 1, parts + 1) if parts <= 8 or i < 2 or j == parts]
+    yield from [f"[{i}:{j}]" for i, j in runs]
+    ends = {*range(8), parts - 2, parts - 1}
+    yield from [path for path in program.module_paths if "." in path and int(path.partition(".")[0]) in ends]
 
 
 class Where(NamedTuple):
@@ -84,7 +88,7 @@ class Where(NamedTuple):
     saved: Literal["kept", "parked", "recomputed"]
 
 
-def units(rng: Random, count: int) -> Program:
+def units(rng: Random, count: int, accumulate: int = 1) -> Program:
     """A training step of so many unlike blocks."""
     width = rng.choice([64, 256, 1024])
     hidden = [rng.choice([width // 2, width, 2 * width, 4 * width]) for _ in range(count)]
@@ -92,7 +96,8 @@ def units(rng: Random, count: int) -> Program:
         model = nn.Sequential(*[Residual(width, size) for size in hidden])
         x = torch.empty(rng.choice([1024, 4096]), width)
     kind = rng.choice([torch.optim.SGD, torch.optim.Adam])
-    return graphir.capture(model, (x,), targets=(x,), loss=F.mse_loss, optimizer=kind(model.parameters(), lr=0.1))
+    optimizer = kind(model.parameters(), lr=0.1)
+    return graphir.capture(model, (x,), targets=(x,), loss=F.mse_loss, optimizer=optimizer, accumulate=accumulate)
 
 
 def placed(program: Program, wheres: Sequence[Where]) -> Program | None:

@@ -17,6 +17,7 @@ moves.py     Choice ──▶ the program, placed; naming.py says how its passes
 plans.py     Choice ──▶ its plan: what devices hold, and how long a step takes
 levels.py    program ──▶ what a person recomputes, parks or cuts at; holding.py reckons what devices hold then
 drafts.py    a plan as a person writes it ──▶ the program, placed; reckoning.py says what it should hold and take
+few.py       every placement of a few modules, reckoned at once
 by_hand.py   levels ──▶ the plans that a person would try, and the fastest that keeps within limits
 proven.py    program and limits ──▶ what holds of every placement, whatever its groups
 places.py    Choice ──▶ where each group is, and why

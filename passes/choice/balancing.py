@@ -39,12 +39,14 @@ search."""
 _ATTEMPTS: Final = 4
 """How often the search goes on where a plan holds more than the groups said."""
 
-_TRIES: Final = 6
-_TRYING: Final = 0.25
+_TRIES: Final = 4
+_TRYING: Final = 0.2
 _LARGER: Final = 1.05
-"""How often limits that a refusal is to name are tried, and in what part of the seconds all and each of them: there is
-a placement within them, and one that begins anew has to find it. Where it finds none within any that are known, limits
-so many times as large come next."""
+_EMITTED_AGAIN: Final = 0.25
+"""How many limits a refusal may try before it names some, and the part of the budget for all of them and for each:
+there is a placement within them, and a balance that begins anew has to find one. Where it finds none within any limits
+that are known, limits so many times as large come next. No more are tried behind so large a part of the plans that were
+judged before."""
 
 _HOPELESS: Final = 0.02
 """By how much the groups may exceed limits so that plans are worth a look."""
@@ -131,20 +133,21 @@ class Balancing:
         levels = Levels(self.read.units.step, topology, self.wanted.whole.values())
         return ByHand(self.program, self.plans, levels, self.wanted, self.asked.pin, topology, self.read.issue)
 
-    def try_by_hand(self, share: float) -> None:
-        """Try plans of a person, in a share of the budget, or in more of the seconds while none of them fits."""
-        begun, first = time.perf_counter(), self.plans.emitted
+    def try_by_hand(self, share: float, *, first: bool = False) -> None:
+        """Try plans of a person, in a share of the budget, or in more of the seconds while none of them fits; no more
+        behind the *first* one that fits, if that is asked for."""
+        begun, before = time.perf_counter(), self.plans.emitted
         seconds, evaluations = self.asked.budget.seconds * share, self.asked.budget.evaluations
         plan = (len(self.program.step.ops) + _PLAN) / _OPERATORS
         most = None if evaluations is None else _LEAST_BY_HAND + round(evaluations * share / plan)
         try:
             for _ in self.trying:
                 if most is not None:
-                    enough = self.plans.emitted - first >= most
+                    enough = self.plans.emitted - before >= most
                 else:
                     spent = time.perf_counter() - begun
                     enough = spent >= seconds * (_UNTIL_ONE_FITS if self.hands.best is None else 1)
-                if enough:
+                if enough or (first and self.hands.best is not None):
                     break
         except KeyboardInterrupt:  # as in a search: the best so far
             if self.hands.best is None:
@@ -158,32 +161,27 @@ class Balancing:
             Refused: none is within the limits.
         """
         self.begin_by_hand()
-        return self.searched()
+        found = self.searched()
+        if isinstance(found, Balanced):
+            return found
+        raise self.refused(*found)
 
-    def require(self) -> None:
-        """Find any placement within the limits, as :meth:`run` would.
+    def keeps(self) -> bool:
+        """Whether any placement within the limits is found, as :meth:`run` would."""
+        self.begin_by_hand(first=True)
+        return self.hands.best is not None or isinstance(self.searched(), Balanced)
 
-        Raises:
-            Refused: none is found.
-        """
-        self.begin_by_hand()
-        if self.hands.best is None:
-            self.searched()
-
-    def begin_by_hand(self) -> None:
+    def begin_by_hand(self, *, first: bool = False) -> None:
         """Try the first plans of a person; the searches have less time then."""
         if self.emits:
             begun = time.perf_counter()
             self.hands.know(self.asked.known)
-            self.try_by_hand(_BY_HAND)
+            self.try_by_hand(_BY_HAND, first=first)
             self.searches.leave(time.perf_counter() - begun)
 
-    def searched(self) -> Balanced:
-        """The best of what searches find and of a person's plans.
-
-        Raises:
-            Refused: none is within the limits.
-        """
+    def searched(self) -> Balanced | tuple[Attempt, Choice]:
+        """The best of what searches find and of a person's plans; where none is within the limits, the attempt and its
+        choice that exceed them least."""
         if self.emits:
             self.leave_to_plans()
         regroups = self.emits and "recompute" in self.asked.options
@@ -192,7 +190,7 @@ class Balancing:
             best = min(attempts, key=lambda attempt: attempt.rank)
             choice = best.found.choice
             if best.found.outcome.over:
-                raise self.refused(best, choice)
+                return best, choice
             made = Emitted(choice, placed(self.program, best.grouped, choice), str(InjectCopies()))
             return self.figures.report(best, made, attempts)
         nearest: tuple[Attempt, Emitted] | None = None
@@ -226,7 +224,7 @@ class Balancing:
         self.try_by_hand(_BEFORE_A_REFUSAL)
         if self.hands.best is not None:
             return self.figures.report_by_hand(self.hands.best, [attempt])
-        raise self.refused(attempt, one.choice)
+        return attempt, one.choice
 
     def starts(self, grouped: Grouped) -> list[Choice]:
         """What a search among some groups begins with beside plain choices."""
@@ -328,31 +326,34 @@ class Balancing:
         certain = proven(self.program, self.wanted.limits, self.wanted.devices, self.asked.options)
         known = [*[within(held) for held, _ in nearest], *ample]
         interrupted = attempt.found.interrupted or found.interrupted
-        return Refused(missing, at, given, known, placings, certain, found.proven, interrupted)
+        emitted = self.plans.emitted
+        return Refused(missing, at, given, known, placings, certain, found.proven, interrupted, emitted)
 
 
 def nearest_limits(asked: Asked, refused: Refused) -> tuple[Mapping[str, int], bool]:
     """Limits for a refusal to name, and whether a placement within them is found: those within which plans keep are
     tried, the least first, and then larger ones."""
-    begun, known = time.perf_counter(), list(refused.nearest)
-    limits, budget = min(known, key=refused.times), asked.budget
+    begun, budget = time.perf_counter(), asked.budget
     shorter = budget._replace(seconds=_TRYING * budget.seconds)
+    if budget.evaluations is not None:
+        shorter = shorter._replace(evaluations=max(round(_TRYING * budget.evaluations), 1))
+    limits: Mapping[str, int] = min(refused.nearest, key=refused.times)
+    emitted = 0
     for number in range(_TRIES):
-        late = budget.evaluations is None and time.perf_counter() - begun > shorter.seconds
-        if refused.interrupted or (number and late):
+        late = time.perf_counter() - begun > shorter.seconds if budget.evaluations is None else False
+        if refused.interrupted or (number and (late or emitted > _EMITTED_AGAIN * refused.emitted)):
             break
         try:
-            Balancing(asked._replace(limits=limits, budget=shorter)).require()
-        except Refused as again:
-            tried = refused.times(limits)
-            known += again.nearest
-            more = [one for one in known if refused.times(one) > tried]
-            larger = {device: int(_LARGER * nbytes) for device, nbytes in limits.items()}
-            limits = min(more, key=refused.times, default=larger)
+            trial = Balancing(asked._replace(limits=limits, budget=shorter))
+            if trial.keeps():
+                return limits, True
+            emitted += trial.plans.emitted
         except KeyboardInterrupt:  # there is something to say already
             break
-        else:
-            return limits, True
+        tried = refused.times(limits)
+        more = [one for one in refused.nearest if refused.times(one) > tried]
+        larger = {device: int(_LARGER * nbytes) for device, nbytes in limits.items()}
+        limits = min(more, key=refused.times, default=larger)
     return limits, False
 
 

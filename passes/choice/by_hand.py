@@ -7,19 +7,20 @@
     the two together                              a cut, and the least that is recomputed or parked behind it
 
 Whether a plan keeps within limits, the plan says, and not what groups are reckoned to hold: a balance never refuses
-what one of these keeps, and never hands back a longer step. What is cheap comes first: the program as it is, cuts
-alone, then what is stored otherwise, the fastest first. Which cut, and how many units it takes, :mod:`.reckoning` says;
-where a plan holds more or less, the reckoning goes on with that in mind. What cannot be faster than the fastest plan so
-far is not emitted.
+what one of these keeps, and never hands back a longer step. First of all plans are reckoned, of whatever kind
+(:mod:`.reckoning`, :mod:`.few`); then they are judged, the fastest first of those that are reckoned to keep within the
+limits. Where a plan holds more or less than was reckoned, the reckoning of the next one of its kind says so. Plans that
+are reckoned to be slower than the fastest so far are not emitted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import permutations, product
+from heapq import heappop, heappush
+from itertools import count, permutations
 from math import inf
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from graphir.analysis.topology import Topology
 from graphir.errors import GraphirError, PassError
@@ -27,8 +28,9 @@ from graphir.ir.device import CPU, Device
 from graphir.ir.program import Program
 
 from .drafts import Draft, Drafts, Hand, Way, says
+from .few import Fate, Few
 from .groups import Wanted
-from .levels import Levels, Unit
+from .levels import Levels
 from .moves import repeated
 from .plans import Plans
 from .reckoning import Cut, Reckoning
@@ -46,10 +48,13 @@ clock of a route says, which is not reckoned."""
 _HOPELESS: Final = 1.1
 """How many times a limit may be reckoned to be held so that a plan is worth a look."""
 
-_MOST_PLACED: Final = 1_500
-_FASTER: Final = 1.02
-"""Where there are so few placements of modules, all are reckoned; and those judged that are reckoned to take no more
-than so many times as long as the first that keeps within the limits."""
+_FASTER: Final = 1.03
+_FRUITLESS: Final = 8
+"""A plan that is reckoned to take more than so many times as long as the fastest so far is not judged, nor is any other
+after so many in a row that were no faster."""
+
+_EARLY: Final = 2
+"""How many plans are judged before cuts with something behind them are reckoned, which takes long in large programs."""
 
 _KNOWN: Final = "the passes of a placement of another batch"
 """How reports call a placement that was known."""
@@ -59,6 +64,35 @@ _STATE: Final[tuple[Literal["state", "updates"], ...]] = ("state", "updates")
 
 _Tried: TypeAlias = "Generator[None, None, None]"
 """Yields whenever some work was done, so that whoever asks can stop."""
+
+
+class _Try(NamedTuple):
+    """A plan that is to be judged; of one kind, the first in order is the next.
+
+    Attributes:
+        over: the bytes by which it is reckoned to exceed limits.
+        seconds: that a step is reckoned to take.
+        number: how many were added before.
+        cut: where modules are.
+        ways: what is stored otherwise.
+        way: all units of what is stored otherwise, of which it has the fewest that do; None where it is as it is.
+        beside: what else is stored otherwise, all of it.
+        corrected: how many plans led to it.
+    """
+
+    over: int
+    seconds: float
+    number: int
+    cut: Cut
+    ways: tuple[Way, ...] = ()
+    way: Way | None = None
+    beside: tuple[Way, ...] = ()
+    corrected: int = 0
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """Whether modules move, and what is recomputed or parked."""
+        return "moved" if self.cut.moves else "", *sorted({way.what if way.to else "again" for way in self.ways})
 
 
 class ByHand:
@@ -94,36 +128,29 @@ class ByHand:
         self.reckoning = Reckoning(program, levels, wanted, topology, issue)
         self.sources = self.reckoning.sources
         self.known: dict[Draft, Hand | None] = {}
+        self.tries: dict[tuple[str, ...], list[_Try]] = {}
+        self.numbers = count()
+        self.more: dict[object, Mapping[Device, int]] = {}
+        self.said: dict[tuple[str, ...], float] = {}
         self.best: Hand | None = None
         self.nearest: Hand | None = None
 
     def tried(self) -> _Tried:
-        """Try one plan after the other."""
+        """Try one plan after the other: those first that are reckoned to keep within the limits, and of these the
+        fastest."""
         yield from self.judge(Draft())
         now = self.known[Draft()]
         chains = list(self.chains()) if "shift" in self.options else []
         if now is None or (not self.plans.excess(now.judged.peaks) and not chains):
             return  # nothing that is stored otherwise takes less time
         places = [(tuple(level), chain) for level in self.levels.cuts() for chain in chains]
-        for place in places:
-            cut = yield from self.reckoning.cheapest(*place, Way())
-            yield from self.least(cut, Way())
-        if not self.plans.excess(now.judged.peaks):
-            return
-        yield from self.every_one(chains or [tuple(self.sources)])
-        ways = list(self.ways())
-        here = self.reckoning.now()
-        yield from self.in_order([(here, way) for way in ways])
-        for place in places:
-            cuts = []
-            for way in ways:
-                cuts.append((yield from self.reckoning.cheapest(*place, way)))
-            yield from self.in_order(list(zip(cuts, ways, strict=True)))
-        for level, chain in places:
-            for end in range(1, len(level)) if len(chain) == 2 else ():
-                if self.best is None:  # what a plan holds does not always grow from one cut to the next
-                    yield from self.judge(Draft(self.reckoning.cut(level, chain, (end,)).moves))
-        yield from self.hosted()
+        yield from self.plain_cuts(places)
+        if self.plans.excess(now.judged.peaks):
+            yield from self.every_one(chains or [tuple(self.sources)])
+            yield from self.stored_otherwise(places)
+        yield from self.in_order()
+        if self.plans.excess(now.judged.peaks):
+            yield from self.hosted()
 
     def hosted(self) -> _Tried:
         """Judge modules on the host: at every depth, those with the most state by their seconds there, as few as keep
@@ -133,8 +160,8 @@ class ByHand:
         chain, limits = (self.sources[0], Device.parse(CPU)), self.plans.limits
         for level in self.levels.depths():
             ranked = self.reckoning.ranked_on_host(level)
-            for count in range(1, len(ranked) + 1):
-                going = set(ranked[:count])
+            for most in range(1, len(ranked) + 1):
+                going = set(ranked[:most])
                 cut = self.reckoning.cut_at(tuple(level), chain, tuple([int(path in going) for path in level]))
                 yield
                 if cut.placed.peaks[0] > _HOPELESS * limits.get(chain[0], inf):
@@ -144,85 +171,126 @@ class ByHand:
                 if hand is None or not self.plans.excess(hand.judged.peaks):
                     break
 
-    def every_one(self, chains: Sequence[tuple[Device, ...]]) -> _Tried:
-        """Judge placements of a few modules, each of them on any device and stored in any way, in the order in which
-        they are reckoned to be fast."""
-        for level in self.levels.depths():
-            units = [path for path in level if self.levels.parts[path].state]
-            for chain in chains[:1] if len(self.sources) == 1 else ():
-                kinds = ["keep", *(["again"] if "recompute" in self.options else [])]
-                kinds += ["park"] if "park" in self.options else []
-                if not units or (len(chain) * len(kinds)) ** len(units) > _MOST_PLACED:
-                    continue
-                drafts: list[tuple[bool, float, int, Draft]] = []
-                for at in product(range(len(chain)), repeat=len(units)):
-                    cut = self.reckoning.cut_at(tuple(units), chain, at)
-                    limits = self.reckoning.limits(cut, {})
-                    for stored in product(kinds, repeat=len(units)):
-                        ways = self.ways_of(units, chain, at, stored)
-                        over = bool((self.reckoning.peaks(cut, ways) > limits).any())
-                        if not over or not (self.reckoning.peaks(cut, ways, hopes=True) > limits).any():
-                            drafts.append((over, self.reckoning.cost(cut, ways), len(drafts), Draft(cut.moves, ways)))
+    def plain_cuts(self, places: Sequence[tuple[tuple[str, ...], tuple[Device, ...]]]) -> _Tried:
+        """Add cuts alone: of two parts each, of several the cheapest."""
+        for level, chain in places:
+            if len(chain) == 2:
+                for end in range(1, len(level)):
+                    self.add(self.reckoning.cut(level, chain, (end,)))
                     yield
-                yield from self.fastest_of(drafts)
+            else:
+                self.add((yield from self.reckoning.cheapest(level, chain, Way())))
 
-    def fastest_of(self, drafts: Sequence[tuple[bool, float, int, Draft]]) -> _Tried:
-        """Judge drafts, each with whether limits are reckoned to be exceeded, and with its seconds: the fastest first,
-        and while none is found, those that are over."""
-        most = inf
-        for over, cost, _, draft in sorted(drafts):
-            if cost > most or (over and self.best is not None):
-                continue
-            yield from self.judge(draft)
-            hand = self.known[draft]
-            if hand is not None and not self.plans.excess(hand.judged.peaks):
-                most = min(most, _FASTER * cost)
+    def every_one(self, chains: Sequence[tuple[Device, ...]]) -> _Tried:
+        """Add every placement of a few modules, each of them on any device and stored in any way."""
+        fates: list[Fate] = ["keep"]
+        fates += ["again"] if "recompute" in self.options else []
+        fates += ["park"] if "park" in self.options else []
+        for level in self.levels.depths():
+            few = Few(self.reckoning, [p for p in level if self.levels.parts[p].state], chains[0], fates)
+            for placements in few.reckoned() if len(self.sources) == 1 and not few.many else ():
+                for over, hoped, seconds, cut, ways in placements:
+                    if not over or not hoped:
+                        self.push(_Try(over, seconds, next(self.numbers), cut, ways))
+                yield
 
-    def ways_of(
-        self, units: Sequence[str], chain: Sequence[Device], at: Sequence[int], stored: Sequence[str]
-    ) -> tuple[Way, ...]:
-        """What modules store otherwise: what is parked of one part is on the next device, or on the host."""
-        found: dict[Device | None, list[Unit]] = {}
-        for path, part, kind in zip(units, at, stored, strict=True):
-            if kind != "keep":
-                away = chain[(part + 1) % len(chain)] if len(chain) > 1 else CPU
-                found.setdefault(None if kind == "again" else away, []).append((path,))
-        return tuple(
-            [Way(tuple(paths), to) for to, paths in sorted(found.items(), key=lambda pair: str(pair[0] or ""))]
-        )
+    def stored_otherwise(self, places: Sequence[tuple[tuple[str, ...], tuple[Device, ...]]]) -> _Tried:
+        """Add the least of each way, alone and beside state that is parked, where modules are and behind the cheapest
+        cut."""
+        ways, here = list(self.ways()), self.reckoning.now()
+        for way in ways:
+            yield from self.add_both(here, way)
+        yield from self.in_order(_EARLY)
+        for level, chain in places:
+            for way in ways:
+                yield from self.add_both((yield from self.reckoning.cheapest(level, chain, way)), way)
 
-    def in_order(self, tries: Sequence[tuple[Cut, Way]]) -> _Tried:
-        """Look for the least of some ways, each of them alone and beside state that is parked, those first that are
-        reckoned to keep within the limits, and of these the fastest. Two ways together are for where one alone does
-        not keep within them, or takes longer."""
-        together = [(cut, *both) for cut, way in tries for both in self.beside_state(way)]
-        all_tries = [*[(cut, way, ()) for cut, way in tries], *together]
-        ranked, fits = [], inf
-        for number, (cut, way, beside) in enumerate(all_tries):
-            some, over = self.reckoning.fewest(cut, way, {}, beside)
-            ranked.append((over, sum(map(self.reckoning.longer, (some, *beside))), number))
-            yield
-        for over, longer, number in sorted(ranked):
-            cut, way, beside = all_tries[number]
-            if (over > 0 and self.best is not None) or (beside and longer > _FASTER * fits):
-                continue
-            before = self.best
-            yield from self.least(cut, way, beside)
-            fits = fits if self.best is before else min(fits, longer)
-
-    def beside_state(self, way: Way) -> Iterator[tuple[Way, tuple[Way, ...]]]:
-        """A way beside state that is parked: the fewest of its units beside all state, and the fewest of the state
-        beside all of its units."""
+    def add_both(self, cut: Cut, way: Way) -> _Tried:
+        """Add the least of a way alone. Where that does not do, or takes longer than all state to be parked, also the
+        fewest of its units beside all state, and the fewest of the state beside all of its units."""
+        alone = self.add(cut, way)
+        yield
         for number, state in enumerate(self.states if way.what == "saved" else ()):
-            yield state, (way,)
-            if number < len(self.aways):
-                yield way, (state,)
+            if alone is None or alone.over or alone.seconds > self.reckoning.cost(cut, (state,)):
+                self.add(cut, state, (way,))
+                if number < len(self.aways):
+                    self.add(cut, way, (state,))
+                yield
 
     @cached_property
     def states(self) -> list[Way]:
         """How all state may be parked, by the modules that own it, at every depth."""
         kinds = [kind for kind in _STATE if kind in self.options]
         return [Way(tuple(units), to, kind) for units in self.levels.updated() for kind in kinds for to in self.aways]
+
+    def add(self, cut: Cut, way: Way | None = None, beside: tuple[Way, ...] = (), corrected: int = 0) -> _Try | None:
+        """Add the plan with the fewest units of a way that is reckoned to keep within the limits, *beside* others;
+        without a way, the cut alone. None if it is not worth to be judged."""
+        ways: tuple[Way, ...] = ()
+        if way is None:
+            peaks, limits = cut.placed.peaks, self.reckoning.limits(cut, self.more.get(cut.moves, {}))
+            over = int((peaks - limits).clip(0).sum())
+        else:
+            more = self.more.get((cut.moves, way, beside), self.more.get(cut.moves, {}))
+            some, over = self.reckoning.fewest(cut, way, more, beside)
+            if some.what != "saved" and some.units == way.units:  # all state is one plan, at whatever depth
+                some = next(state for state in self.states if (state.to, state.what) == (some.to, some.what))
+            ways = (*beside, some) if some.units else beside
+        room = zip(cut.devices, self.reckoning.limits(cut, {}).tolist(), strict=True)
+        given = sum([limit for device, limit in room if limit < 1 << 62 and not device.is_host])
+        if over > (_HOPELESS - 1) * given:
+            return None
+        one = _Try(over, self.reckoning.cost(cut, ways), next(self.numbers), cut, ways, way, beside, corrected)
+        self.push(one)
+        return one
+
+    def push(self, one: _Try) -> None:
+        """Add a plan that is worth to be judged."""
+        heappush(self.tries.setdefault(one.kind, []), one)
+
+    def pop(self) -> _Try | None:
+        """Take the plan that is to be judged next; None where no more are left."""
+        heaps = [heap for heap in self.tries.values() if heap]
+        return heappop(min(heaps, key=lambda heap: (heap[0].over, self.said_of(heap[0])))) if heaps else None
+
+    def said_of(self, one: _Try) -> float:
+        """The seconds that a plan is reckoned to take, times what plans of its kind took longer that were judged."""
+        return one.seconds * self.said.get(one.kind, 1.0)
+
+    def in_order(self, most: int | None = None) -> _Tried:
+        """Judge the plans that were added, so many at most; those that are reckoned to exceed limits only while none
+        keeps within them."""
+        fruitless = judged = 0
+        while fruitless < _FRUITLESS and judged != most and (one := self.pop()) is not None:
+            draft, best = Draft(one.cut.moves, one.ways), self.best
+            if draft in self.known or (
+                best is not None and (one.over or self.said_of(one) > _FASTER * best.judged.seconds)
+            ):
+                continue
+            yield from self.judge(draft)
+            judged += 1
+            hand = self.known[draft]
+            fruitless = 0 if self.best is None or self.best is not best else fruitless + 1
+            if hand is not None:
+                self.correct(one, hand)
+
+    def correct(self, one: _Try, hand: Hand) -> None:
+        """Go on with what a plan holds beyond what was reckoned."""
+        reckoned = self.reckoning.peaks(one.cut, one.ways).tolist()
+        if hand.judged.seconds < inf:
+            ratio = hand.judged.seconds / one.seconds
+            self.said[one.kind] = min(self.said.get(one.kind, ratio), ratio)
+        more = {
+            device: hand.judged.peaks.get(str(device), 0) - nbytes
+            for device, nbytes in zip(one.cut.devices, reckoned, strict=True)
+        }
+        if one.way is None:
+            if not one.ways:
+                self.more[one.cut.moves] = more
+            return
+        self.more[one.cut.moves, one.way, one.beside] = more
+        if one.corrected + 1 < (_CORRECTED if one.way.to is None else _CORRECTED_PARKED):
+            self.add(one.cut, one.way, one.beside, one.corrected + 1)
 
     # What a plan comes to.
 
@@ -259,35 +327,6 @@ class ByHand:
         elif self.best is None or judged.seconds < self.best.judged.seconds:
             self.best = hand
         return hand
-
-    def least(self, cut: Cut, way: Way, beside: tuple[Way, ...] = ()) -> _Tried:
-        """Judge the plan with the fewest units of a way that keeps within the limits, *beside* others."""
-        more: dict[Device, int] = {}
-        for _ in range(_CORRECTED if way.to is None else _CORRECTED_PARKED):
-            some, over = self.reckoning.fewest(cut, way, more, beside)
-            if some.what != "saved" and some.units == way.units:  # all state is one plan, at whatever depth
-                some = next(state for state in self.states if (state.to, state.what) == (some.to, some.what))
-            ways = (*beside, some) if some.units else beside
-            draft = Draft(cut.moves, ways)
-            limits = zip(cut.devices, self.reckoning.limits(cut, {}).tolist(), strict=True)
-            given = sum([limit for device, limit in limits if limit < 1 << 62 and not device.is_host])
-            if draft in self.known or over > (_HOPELESS - 1) * given or self.beaten(some):
-                return
-            yield from self.judge(draft)
-            hand = self.known[draft]
-            if hand is None:
-                return
-            reckoned = self.reckoning.peaks(cut, ways).tolist()
-            for device, nbytes in zip(cut.devices, reckoned, strict=True):
-                more[device] = hand.judged.peaks.get(str(device), 0) - nbytes
-
-    def beaten(self, way: Way) -> bool:
-        """Whether no plan can be faster than the best that stores so otherwise: devices compute all of it."""
-        if self.best is None or way.to is not None or not way.units:
-            return False
-        return (
-            self.reckoning.least_seconds + self.reckoning.longer(way) / self.reckoning.count >= self.best.judged.seconds
-        )
 
     def chains(self) -> Iterator[tuple[Device, ...]]:
         """The orders in which parts of the model are on devices: one where these are alike."""

@@ -112,11 +112,11 @@ class Drafts:
     def named(self, program: Program, units: Sequence[Unit]) -> list[str]:
         """How units that are recomputed are named: modules by patterns, neighbours that are one unit by what they
         save."""
-        single = [unit[0] for unit in units if len(unit) == 1]
+        single = [unit[0] for unit in units if len(unit) == 1 and not self.levels.hands_out(unit)]
         found = patterns(single, program.step.blobs)
         unnamed = [path for path in single if not patterns([path], program.step.blobs)]
-        storages = [storage for unit in units if len(unit) > 1 for storage in self.levels.storages(unit)]
-        storages += [storage for path in unnamed for storage in self.levels.storages((path,))]
+        named = {(path,) for path in single if path not in unnamed}
+        storages = [storage for unit in units if unit not in named for storage in self.levels.storages(unit)]
         return [*found, *(storages_named(program, storages, "recompute") if storages else ())]
 
 

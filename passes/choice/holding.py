@@ -26,7 +26,7 @@ from graphir.ir.touches import Flags, Numbers
 from ..trips import Clock, Trip, toll, two_at_a_time
 from .step import Step
 
-__all__ = ["Gaps", "Holding", "Placed"]
+__all__ = ["Gaps", "Holding", "Placed", "joined"]
 
 
 class Gaps(NamedTuple):
@@ -35,6 +35,13 @@ class Gaps(NamedTuple):
     storage: Numbers
     start: Numbers
     end: Numbers
+
+
+def joined(gaps: Sequence[Gaps]) -> Gaps:
+    """Several gaps as one, in their order."""
+    none = np.zeros(0, np.int64)
+    storage, start, end = [np.concatenate(column) for column in zip(*gaps, strict=True)] or [none] * 3
+    return Gaps(storage, start, end)
 
 
 class Placed(NamedTuple):
@@ -78,13 +85,15 @@ class Holding:
         self.on_gpu = np.array([not blobs[name].device.is_host for name in step.names], np.bool_)
 
     @cached_property
-    def modules(self) -> list[str]:
-        """By operator, its module; what has none goes with the operator before."""
+    def modules(self) -> tuple[list[str], Numbers]:
+        """The modules of operators, and by operator the number of its own; what has none goes with the operator
+        before."""
+        numbers: dict[str, int] = {}
         found, last = [], ""
         for op in self.step.net.ops:
             last = op.module or last
-            found.append(last)
-        return found
+            found.append(numbers.setdefault(last, len(numbers)))
+        return list(numbers), np.array(found or [0], np.int64)
 
     def placed(self, part_of: Mapping[str, int], parts: int) -> Placed:
         """What the parts hold where everything is kept.
@@ -101,7 +110,8 @@ class Holding:
                 known[module] = next((part_of[path] for path in reversed(lineage(module)) if path in part_of), -1)
             return known[module]
 
-        at = np.array([part(module) for module in self.modules] or [0], np.int64)
+        names, module_of = self.modules
+        at = np.array([part(module) for module in names] or [0], np.int64)[module_of]
         at = at[np.maximum.accumulate(np.where(at >= 0, np.arange(len(at)), 0))]
         at = np.maximum(at, 0)
         first = at[np.maximum(step.first(np.ones(len(step.op), np.bool_)), 0)]
@@ -256,3 +266,16 @@ class Holding:
                 np.subtract.at(change[to], end, nbytes)
         found: Numbers = placed.state + (placed.live + change.cumsum(1)[:, : self.count]).max(1)
         return found
+
+    def peak(self, placed: Placed, part: int, gaps: Gaps, count: int) -> int:
+        """The most bytes of one part with the first so many of some gaps."""
+        storage, start, end = (column[:count] for column in gaps)
+        there = placed.home[storage] == part
+        return int(placed.state[part] + (placed.live[part] + self.away(storage[there], start[there], end[there])).max())
+
+    def away(self, storage: Numbers, start: Numbers, end: Numbers) -> NDArray[np.int64]:
+        """By operator, the bytes of storages that are not there, below 0."""
+        change, nbytes = np.zeros(self.count + 1, np.int64), self.step.nbytes[storage]
+        np.subtract.at(change, start, nbytes)
+        np.add.at(change, end, nbytes)
+        return change.cumsum()[: self.count]

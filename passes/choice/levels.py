@@ -10,13 +10,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from itertools import groupby
 from typing import Final, NamedTuple, TypeAlias
 
 from graphir.analysis.topology import Topology
-from graphir.ir.device import Device
 from graphir.ir.module_patterns import lineage
 from graphir.ir.names import micro_batches
 
@@ -41,16 +40,12 @@ class Part(NamedTuple):
         state: bytes of parameters, buffers and optimizer state.
         updated: those of them that the update alone touches.
         saved: bytes that its operators make and the backward reads, of one micro-batch.
-        freed: those of them that are recomputed with the module, from what enters it.
-        seconds: of the operators that make these, of all micro-batches.
         first: the first operator of its forward; -1 where it has none.
     """
 
     state: int = 0
     updated: int = 0
     saved: int = 0
-    freed: int = 0
-    seconds: float = 0.0
     first: int = -1
 
 
@@ -70,7 +65,12 @@ class Levels:
         self.step, self.topology, self.whole = step, topology, frozenset(whole)
         self.paths = step.program.module_paths
         self.touching = self.touched()
+        self.making: dict[str, list[str]] = defaultdict(list)
+        for storage in self.touching:
+            for path in lineage(step.net.ops[step.makers[step.number[storage]]].module):
+                self.making[path].append(storage)
         self.found: dict[Unit, list[str]] = {}
+        self.again: dict[Unit, list[int]] = {}
         self.parts = self.summed()
 
     def touched(self) -> dict[str, frozenset[str]]:
@@ -90,9 +90,8 @@ class Levels:
         """What each module comes to, with what is inside of it."""
         step, net = self.step, self.step.net
         parts = micro_batches(net.blobs)
-        state, updated, saved, freed = (defaultdict[str, int](int) for _ in range(4))
+        state, updated, saved = (defaultdict[str, int](int) for _ in range(3))
         first: dict[str, int] = {}
-        seconds = defaultdict[str, float](float)
         sizes = step.nbytes.tolist()
         for k, owner in step.owners.items():
             for path in ("", *lineage(owner)):
@@ -103,24 +102,8 @@ class Levels:
                 for path in ("", *lineage(op.module)):
                     first.setdefault(path, i)
                     saved[path] += nbytes
-        costs: dict[Device, list[float]] = {}
-        for storage, modules in self.touching.items():
-            made = step.makers[step.number[storage]]
-            device = net.ops[made].device
-            if device not in costs:
-                costs[device] = step.seconds(device, self.topology)
-            for path in ("", *_shared(modules)):
-                freed[path] += sizes[step.number[storage]]
-                seconds[path] += costs[device][made]
         return {
-            path: Part(
-                state[path],
-                updated[path],
-                saved[path] // parts,
-                freed[path] // parts,
-                seconds[path],
-                first.get(path, -1),
-            )
+            path: Part(state[path], updated[path], saved[path] // parts, first.get(path, -1))
             for path in ("", *self.paths)
         }
 
@@ -151,8 +134,9 @@ class Levels:
         for path in self.known:
             alike[".".join("*" if part.isdecimal() else part for part in path.split("."))].append(path)
         found: dict[tuple[Unit, ...], None] = {}
-        for level in (*self.depths(), *alike.values()):
-            single = tuple([(path,) for path in level if self.parts[path].freed])
+        levels = [[path for path in level if not self.hands_out((path,))] for level in self.depths()]
+        for level in (*levels, *alike.values()):
+            single = tuple([(path,) for path in level if self.storages((path,))])
             if single:
                 found[single] = None
         for level in alike.values():
@@ -193,18 +177,38 @@ class Levels:
 
     def freed(self, unit: Unit) -> int:
         """Bytes that recomputing a unit frees."""
-        if len(unit) == 1:
-            return self.parts[unit[0]].freed
         sizes, number = self.step.nbytes, self.step.number
         return sum([int(sizes[number[storage]]) for storage in self.storages(unit)])
 
     def seconds(self, unit: Unit) -> float:
-        """Seconds that recomputing a unit takes at least."""
-        if len(unit) == 1:
-            return self.parts[unit[0]].seconds
-        net, makers, number = self.step.net, self.step.makers, self.step.number
-        made = [makers[number[storage]] for storage in self.storages(unit)]
-        return sum([self.step.seconds(net.ops[i].device, self.topology)[i] for i in made])
+        """Seconds that recomputing a unit takes."""
+        step = self.step
+        return sum([step.seconds(step.net.ops[i].device, self.topology)[i] for i in self.repeated(unit)])
+
+    def issued(self, unit: Unit) -> float:
+        """Seconds that one host thread takes to issue what recomputing a unit repeats."""
+        return sum([self.step.issued[i] for i in self.repeated(unit)])
+
+    def repeated(self, unit: Unit) -> list[int]:
+        """The operators that recomputing a unit repeats: those that make what it frees, and what these read and nobody
+        keeps."""
+        if unit not in self.again:
+            step, late = self.step, self.late
+            left = [step.makers[step.number[storage]] for storage in self.storages(unit)]
+            found: dict[int, None] = {}
+            while left:
+                made = left.pop()
+                if made not in found:
+                    found[made] = None
+                    left += [step.makers[k] for k in step.read(made) if late[k] < 0 <= step.makers[k]]
+            self.again[unit] = sorted(found)
+        return self.again[unit]
+
+    @cached_property
+    def late(self) -> list[int]:
+        """By storage, the first operator behind the forward that reads it, for single look-ups."""
+        found: list[int] = self.step.late.tolist()
+        return found
 
     def saved(self, unit: Unit) -> list[str]:
         """What the modules of a unit make and the backward reads."""
@@ -217,21 +221,24 @@ class Levels:
         ]
 
     def storages(self, unit: Unit) -> list[str]:
-        """What is recomputed of a unit: what its modules make and the forward of no other module reads."""
+        """What is recomputed of a unit: what its modules make and the forward of no other module reads; of a unit that
+        hands out everything, all that it makes."""
         if unit not in self.found:
-            among = set(unit)
+            made, among = self.made(unit), set(unit)
             self.found[unit] = [
                 storage
-                for storage, modules in self.touching.items()
-                if all(not among.isdisjoint(lineage(module)) for module in modules)
-            ]
+                for storage in made
+                if all(not among.isdisjoint(lineage(module)) for module in self.touching[storage])
+            ] or made
         return self.found[unit]
 
+    def made(self, unit: Unit) -> list[str]:
+        """What the modules of a unit make and can be recomputed."""
+        return list(dict.fromkeys([storage for path in unit for storage in self.making[path]]))
 
-def _shared(modules: Iterable[str]) -> Sequence[str]:
-    """The modules that all of these are in, the outermost first."""
-    first, *others = map(lineage, modules)
-    found = first
-    for other in others:
-        found = [a for a, b in zip(found, other, strict=False) if a == b]
-    return found
+    def hands_out(self, unit: Unit) -> bool:
+        """Whether other modules read all that a unit makes, as of a linear layer: it is recomputed by name."""
+        among = set(unit)
+        return all(
+            any(among.isdisjoint(lineage(module)) for module in self.touching[storage]) for storage in self.made(unit)
+        )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, combinations, pairwise
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from graphir.analysis.topology import Topology
 from graphir.ir.device import CPU, Device
@@ -25,10 +26,12 @@ from graphir.ir.touches import Numbers
 from ..order import AHEAD
 from .drafts import Way
 from .groups import Wanted
-from .holding import Gaps, Holding, Placed
+from .holding import Gaps, Holding, Placed, joined
 from .levels import Levels, Unit
 
-__all__ = ["Cut", "Reckoning"]
+__all__ = ["Added", "Cut", "Reckoning"]
+
+Seconds: TypeAlias = "NDArray[np.float64]"
 
 _SWEEPS: Final = 2
 """How often every boundary between two devices is moved to where it is best."""
@@ -40,7 +43,8 @@ _FEW: Final = 6
 """Of how many units the state of every selection is looked at."""
 
 _PARKED: Final = 0.2
-"""The part of the time of copies to where something is parked that a step is reckoned to be longer by."""
+"""The part of the time of copies to where something is parked that a step is reckoned to be longer by, of copies that
+may all run beside what is computed."""
 
 
 class Cut(NamedTuple):
@@ -55,6 +59,20 @@ class Cut(NamedTuple):
     moves: tuple[tuple[str, Device], ...]
     devices: tuple[Device, ...]
     placed: Placed
+
+
+class Added(NamedTuple):
+    """Seconds that what is stored otherwise adds to a step.
+
+    Attributes:
+        busy: what is computed again.
+        issued: what one host thread issues for it.
+        copied: what copies to where it is parked take, and as much again those back.
+    """
+
+    busy: float
+    issued: float
+    copied: float
 
 
 class Reckoning:
@@ -77,6 +95,12 @@ class Reckoning:
         self.parts = micro_batches(program.step.blobs)
         self.cuts: dict[tuple[tuple[str, ...], tuple[Device, ...], tuple[int, ...]], Cut] = {}
         self.gaps: dict[tuple[Unit, bool, bool], Gaps] = {}
+        self.joined: dict[tuple[Way, bool], Gaps] = {}
+        self.between: dict[tuple[tuple[tuple[str, Device], ...], tuple[Device, ...], Way], Gaps] = {}
+        self.plains: dict[tuple[tuple[tuple[str, Device], ...], tuple[Device, ...]], tuple[float, float]] = {}
+        self.ways: dict[Way, Added] = {}
+        self.speeds: dict[Device, Seconds] = {}
+        self.order: dict[tuple[tuple[Unit, ...], Device | None], list[Unit]] = {}
 
     def now(self) -> Cut:
         """The program as it is."""
@@ -134,22 +158,54 @@ class Reckoning:
     def cost(self, cut: Cut, ways: Sequence[Way]) -> float:
         """Seconds that a step is reckoned to take: what is computed, copied and issued, one after the other; where
         micro-batches flow, what the busiest device computes."""
-        spent = np.bincount(cut.placed.at, self.seconds, len(cut.devices))
-        busy = float(spent.max() if self.parts > 1 else spent.sum())
-        pace = min([self.topology.link(str(a), str(b)).bytes_per_second for a, b in pairwise(cut.devices)], default=1.0)
-        step, copies, issued = self.levels.step, cut.placed.copies, self.issued
-        for way in ways:
-            busy += self.longer(way)
-            for unit in way.units:
-                if way.what != "saved":
-                    copies += 2 * len(self.states(unit))
-                    continue
-                storages = self.gap(unit, again=way.to is None).storage.tolist()
-                if way.to is None:
-                    issued += sum([step.issued[step.makers[k]] for k in storages])
-                else:
-                    copies += 2 * len(storages)
-        return max(busy + cut.placed.crossing / pace, issued + self.issue * copies)
+        busy, issued = self.plain(cut)
+        return self.total(busy, issued, [self.added(way) for way in ways])
+
+    def plain(self, cut: Cut) -> tuple[float, float]:
+        """Seconds of a cut with everything kept: what is computed and copied, and what one host thread issues."""
+        key = cut.moves, cut.devices
+        if key not in self.plains:
+            spent = [float(self.spent(device)[cut.placed.at == part].sum()) for part, device in enumerate(cut.devices)]
+            busy = max(spent) if self.parts > 1 else sum(spent)
+            pairs = pairwise(cut.devices) if cut.moves else ()
+            pace = min([self.topology.link(str(a), str(b)).bytes_per_second for a, b in pairs], default=1.0)
+            self.plains[key] = busy + cut.placed.crossing / pace, self.issued + self.issue * cut.placed.copies
+        return self.plains[key]
+
+    def total(self, busy: float, issued: float, added: Sequence[Added]) -> float:
+        """Seconds of a step with what is stored otherwise on top. Copies of what is parked run beside the forward, and
+        back beside the backward."""
+        copied = sum([one.copied for one in added])
+        behind = self.least_seconds * self.count - self.ahead
+        longer = max(copied - self.ahead, 0.0) + max(copied - behind, 0.0) + _PARKED * min(copied, self.ahead)
+        return max(busy + sum([one.busy for one in added]) + longer, issued + sum([one.issued for one in added]))
+
+    def added(self, way: Way) -> Added:
+        """What a way adds to a step."""
+        if way not in self.ways:
+            levels = self.levels
+            if way.to is None:
+                busy = sum(map(levels.seconds, way.units))
+                self.ways[way] = Added(busy, sum(map(levels.issued, way.units)), 0.0)
+            elif way.what != "saved":
+                trips = sum([len(self.states(unit)) for unit in way.units])
+                self.ways[way] = Added(self.waited(way, way.to, trips), 2 * self.issue * trips, 0.0)
+            else:
+                copies = 2 * sum([len(self.gap(unit, again=False).storage) for unit in way.units])
+                nbytes = sum([levels.parts[path].saved for unit in way.units for path in unit]) * self.parts
+                source = next((d for d in (*self.sources, *self.wanted.devices) if d != way.to), way.to)
+                link = None if source == way.to else self.topology.link(str(source), str(way.to))
+                copied = nbytes / link.bytes_per_second if link is not None else 0.0
+                self.ways[way] = Added(0.0, self.issue * copies, copied)
+        return self.ways[way]
+
+    def waited(self, way: Way, to: Device, trips: int) -> float:
+        """Seconds that a step waits for state that is parked: what comes in and what goes out pass each other."""
+        source = next((device for device in self.sources if device != to), to)
+        if source == to:
+            return 0.0
+        link = self.topology.link(str(source), str(to))
+        return sum(map(self.updated, way.units)) / link.bytes_per_second + trips * link.latency
 
     def even(self, level: Sequence[str], chain: Sequence[Device]) -> tuple[int, ...]:
         """Where parts end that hold as much of a level as their devices' shares of the limits."""
@@ -174,13 +230,26 @@ class Reckoning:
         gaps = []
         for way in ways:
             part = cut.devices.index(way.to) if way.to in cut.devices and not hopes else -1
-            if way.what == "saved":
-                gaps += [(self.gap(unit, again=way.to is None, hopes=hopes), part) for unit in way.units]
-            elif way.to is not None:
-                states = [k for unit in way.units for k in self.states(unit)]
-                there = way.what == "updates"
-                gaps.append((self.holding.between_updates(cut.placed, states, way.to, there=there), part))
+            gaps.append((self.gaps_of(cut, way, hopes=hopes), part))
         return self.holding.peaks(cut.placed, gaps)
+
+    def gaps_of(self, cut: Cut, way: Way, *, hopes: bool = False) -> Gaps:
+        """When the storages of a way are away where modules are cut."""
+        if way.what == "saved" or way.to is None:
+            return self.gap_of(way, hopes=hopes)
+        key = cut.moves, cut.devices, way
+        if key not in self.between:
+            states = [k for unit in way.units for k in self.states(unit)]
+            self.between[key] = self.holding.between_updates(cut.placed, states, way.to, there=way.what == "updates")
+        return self.between[key]
+
+    def gap_of(self, way: Way, *, hopes: bool = False) -> Gaps:
+        """When the storages of a way are away."""
+        key = way, hopes
+        if key not in self.joined:
+            found = [self.gap(unit, again=way.to is None, hopes=hopes) for unit in way.units]
+            self.joined[key] = joined(found)
+        return self.joined[key]
 
     def gap(self, unit: Unit, *, again: bool, hopes: bool = False) -> Gaps:
         """When the storages of a unit are away that are computed *again* or parked; *hopes* as for :meth:`peaks`."""
@@ -210,29 +279,16 @@ class Reckoning:
             beside: what else is stored otherwise.
         """
         limits = self.limits(cut, more)
-        over = np.maximum(self.peaks(cut, beside) - limits, 0)
+        over = self.peaks(cut, beside) > limits
         chosen: set[Unit] = set()
         for part in np.flatnonzero(over).tolist():
-            units = [unit for unit in way.units if self.part(cut, unit, way) == part and cut.devices[part] != way.to]
-
-            def exceeds(some: Sequence[Unit], part: int = part) -> int:
-                """The bytes by which some units leave a limit exceeded."""
-                peaks = self.peaks(cut, [*beside, way._replace(units=tuple(some))])
-                return max(int((peaks - limits)[part]), 0)
-
-            if way.what == "saved":
-                ranked, found = self.ranked(units), [(int(over[part]), 0)]
-                for count in range(1, len(ranked) + 1):
-                    found.append((exceeds(ranked[:count]), count))
-                    if not found[-1][0]:
-                        break
-                over[part], count = min(found)
-                chosen.update(ranked[:count])
-            else:
-                some = self.least_state(way, units, int(over[part]), exceeds)
-                over[part] = exceeds(some)
-                chosen.update(some)
-        return way._replace(units=tuple([unit for unit in way.units if unit in chosen])), int(over.sum())
+            away = cut.devices[part] != way.to
+            units = tuple([unit for unit in way.units if self.part(cut, unit, way) == part and away])
+            least = self.least_saved if way.what == "saved" else self.least_state
+            chosen.update(least(cut, way, units, part, int(limits[part]), beside))
+        some = way._replace(units=tuple([unit for unit in way.units if unit in chosen]))
+        held = self.peaks(cut, [*beside, some] if some.units else beside)
+        return some, int(np.maximum(held - limits, 0).sum())
 
     def part(self, cut: Cut, unit: Unit, way: Way) -> int:
         """The part that a unit is in, or its state."""
@@ -240,32 +296,54 @@ class Reckoning:
             return int(cut.placed.at[self.levels.parts[unit[0]].first])
         return int(cut.placed.home[self.states(unit)[0]])
 
-    def least_state(
-        self, way: Way, units: Sequence[Unit], over: int, exceeds: Callable[[Sequence[Unit]], int]
+    def least_saved(
+        self, cut: Cut, way: Way, units: tuple[Unit, ...], part: int, limit: int, beside: Sequence[Way]
     ) -> Sequence[Unit]:
-        """The units whose state is parked so that a limit is kept: of few units those whose trips take the least time,
-        of many as few as it takes; all where even that does not do.
+        """The fewest units of a part whose saved values are stored otherwise so that its limit is kept; all that help
+        where even these do not do. A device holds the less, the more units are stored otherwise.
 
         Args:
-            way: how it is parked.
-            units: of one part.
-            over: the bytes by which the limit is exceeded.
-            exceeds: the same with the state of some units parked.
+            cut: where modules are.
+            way: how values are stored.
+            units: of the part.
+            part: its number.
+            limit: of its device.
+            beside: what else is stored otherwise.
         """
+        ranked = self.ranked(units, way.to)
+        found = [self.gaps_of(cut, one) for one in beside]
+        found += [self.gap(unit, again=way.to is None) for unit in ranked]
+        gaps, ends = joined(found), list(accumulate([len(gap.storage) for gap in found], initial=0))[len(beside) :]
+        enough = max(limit, self.holding.peak(cut.placed, part, gaps, ends[-1]))
+        peaks = lambda count: -self.holding.peak(cut.placed, part, gaps, ends[count])  # noqa: E731
+        return ranked[: bisect_left(range(len(ranked)), -enough, key=peaks)]
+
+    def least_state(
+        self, cut: Cut, way: Way, units: tuple[Unit, ...], part: int, limit: int, beside: Sequence[Way]
+    ) -> Sequence[Unit]:
+        """The units whose state is parked so that a limit is kept: of few units those whose trips take the least time,
+        of many as few as it takes; all where even that does not do. Arguments are those of :meth:`least_saved`."""
+
+        def held(some: Sequence[Unit]) -> int:
+            """What the device holds with the state of some units parked."""
+            return int(self.peaks(cut, [*beside, way._replace(units=tuple(some))])[part])
+
+        over = int(self.peaks(cut, beside)[part]) - limit
         if len(units) <= _FEW:
             every = [some for count in range(len(units)) for some in combinations(units, count)]
             freeing = [some for some in every if sum(map(self.updated, some)) >= over]
-            freeing.sort(key=lambda some: self.longer(way._replace(units=some)))
-            return next((some for some in freeing if not exceeds(some)), units)
+            freeing.sort(key=lambda some: self.added(way._replace(units=some)).busy)
+            return next((some for some in freeing if held(some) <= limit), units)
         ranked = sorted(units, key=self.updated, reverse=True)
-        # The more state is away, the less is held.
-        return ranked[: bisect_left(range(len(ranked)), 0, key=lambda count: -exceeds(ranked[:count]))]
+        return ranked[: bisect_left(range(len(ranked)), -limit, key=lambda count: -held(ranked[:count]))]
 
-    def ranked(self, units: Sequence[Unit]) -> list[Unit]:
+    def ranked(self, units: tuple[Unit, ...], to: Device | None) -> list[Unit]:
         """Units by what it takes to free a byte with them; of about equally dear ones the earlier first, as they free
-        it for longer."""
-        levels = self.levels
-        dear = {unit: levels.seconds(unit) / max(levels.freed(unit), 1) for unit in units}
+        it for longer. What is parked costs the same for each byte."""
+        levels, key = self.levels, (units, to)
+        if key in self.order:
+            return self.order[key]
+        dear = {unit: 0.0 if to else levels.seconds(unit) / max(levels.freed(unit), 1) for unit in units}
         order = sorted(units, key=dear.__getitem__)
         found: list[Unit] = []
         while order:
@@ -273,6 +351,7 @@ class Reckoning:
             equal = [unit for unit in units if unit in order and dear[unit] <= least]
             found += equal
             order = [unit for unit in order if dear[unit] > least]
+        self.order[key] = found
         return found
 
     def ranked_on_host(self, level: Sequence[str]) -> list[str]:
@@ -284,20 +363,6 @@ class Reckoning:
         parts, pins = self.levels.parts, self.wanted.pins
         free = [path for path in level if parts[path].state and path not in pins]
         return sorted(free, key=lambda path: spent[path] / parts[path].state)
-
-    def longer(self, way: Way) -> float:
-        """Seconds by which a step is reckoned to be longer."""
-        if way.to is None:
-            return sum(map(self.levels.seconds, way.units))
-        source = next((device for device in self.sources if device != way.to), way.to)
-        if source == way.to:
-            return 0.0
-        if way.what != "saved":  # what comes in and what goes out pass each other
-            link = self.topology.link(str(source), str(way.to))
-            trips = sum([len(self.states(unit)) for unit in way.units])
-            return sum(map(self.updated, way.units)) / link.bytes_per_second + trips * link.latency
-        nbytes = sum([self.levels.parts[path].saved for unit in way.units for path in unit]) * self.parts
-        return _PARKED * nbytes / self.topology.link(str(source), str(way.to)).bytes_per_second
 
     def updated(self, unit: Unit) -> int:
         """Bytes of a unit's state that the update alone touches."""
@@ -314,17 +379,31 @@ class Reckoning:
         return float(self.seconds.sum()) / self.count
 
     @cached_property
+    def ahead(self) -> float:
+        """Seconds of the forward."""
+        return float(self.seconds[self.levels.step.forward].sum())
+
+    @cached_property
     def issued(self) -> float:
         """Seconds that one host thread takes to issue all operators."""
         return sum(self.levels.step.issued)
 
     @cached_property
-    def seconds(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    def seconds(self) -> Seconds:
         """By operator, its seconds where it is."""
         step = self.levels.step
         found = np.zeros(len(step.net.ops))
         for number, device in enumerate(step.devices):
             if not device.is_host:
                 those = step.at == number
-                found[those] = np.array(step.seconds(device, self.topology))[those]
+                found[those] = self.spent(device)[those]
         return found
+
+    def spent(self, device: Device) -> Seconds:
+        """By operator, its seconds on a gpu; nothing of those that the host runs."""
+        if device not in self.speeds:
+            step = self.levels.step
+            found = np.zeros(len(step.net.ops)) if device.is_host else np.array(step.seconds(device, self.topology))
+            found[step.on_host] = 0.0
+            self.speeds[device] = found
+        return self.speeds[device]

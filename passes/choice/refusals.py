@@ -39,6 +39,7 @@ class Refused(Exception):
         proven: what limits have to be multiplied by, at least, for any placement.
         reckoned: the same for any placement of the groups, as these are reckoned.
         interrupted: whether the user has had enough of it.
+        emitted: how many plans were judged.
     """
 
     def __init__(
@@ -51,9 +52,10 @@ class Refused(Exception):
         proven: float,
         reckoned: float,
         interrupted: bool,
+        emitted: int,
     ) -> None:
         self.missing, self.at, self.given, self.nearest, self.placed = missing, at, given, nearest, placed
-        self.proven, self.reckoned, self.interrupted = proven, reckoned, interrupted
+        self.proven, self.reckoned, self.interrupted, self.emitted = proven, reckoned, interrupted, emitted
 
     def times(self, limits: Mapping[str, int]) -> float:
         """How many times the limits others are."""

@@ -4,13 +4,17 @@ refusals say cannot be."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from random import Random
-from typing import Final
+from typing import Final, get_args
 
 import by_hand
+from graphir.passes.balance import Balance
+from graphir.passes.base import build
 from graphir.passes.choice.asked import OPTIONS
+from graphir.passes.choice.balancing import Balancing
 from graphir.passes.choice.proven import proven
+from graphir.passes.pipeline import Schedules
 from limits import limited
 
 import graphir
@@ -28,13 +32,15 @@ MARGIN: Final = 1.05
 """What a recompute by hand holds, times so much, is the limit."""
 
 SAMPLE: Final = 6
-"""How many runs and modules of one program are tried; all of them take a night."""
+"""How many limits are tried of a program of more than so many blocks: the least, the largest, and some between. Equal
+peaks are equal limits, so that of smaller programs all are tried."""
 
 SECONDS: Final = 3.0
 SLOWER: Final = 1.01
 """The most seconds of a choice, and the longest step in steps of a person's plan."""
 
 PROBLEMS: Final = 30
+IN_PARTS: Final = 10
 EVALUATIONS: Final = 3_000
 RULED_OUT: Final = 500
 
@@ -54,69 +60,125 @@ def rows() -> Iterator[str]:
 
 def _recomputed() -> Iterator[str]:
     """By kind of block and number of devices: what is found within what one recompute holds."""
-    yield "| blocks | devices | limits | refused | longest step, in steps by hand | seconds at most |"
-    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
+    yield (
+        "| blocks | devices | recomputes by hand | limits tried | refused | longest step, in steps by hand "
+        "| seconds at most |"
+    )
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     for kind in by_hand.KINDS:
-        for devices in (1, 2):
-            tried, refused, longest, slowest = 0, 0, 0.0, 0.0
-            for count in COUNTS:
-                for accumulate in ACCUMULATE:
-                    program = by_hand.blocks(kind, count, accumulate)
-                    for hand in _some(program, Random(f"{kind} {count} {accumulate}")):
-                        limit = int(MARGIN * by_hand.held(hand)["gpu:0"])
-                        limits = {f"gpu:{device}": limit for device in range(devices)}
-                        tried += 1
-                        begun = time.perf_counter()
-                        try:
-                            found = passes.balance(program, limits, topology=TOPOLOGY)
-                            longest = max(longest, found.after / _seconds(hand))
-                        except PassError:
-                            refused += 1
-                        slowest = max(slowest, time.perf_counter() - begun)
+        found = {devices: _Found() for devices in (1, 2)}
+        for count in COUNTS:
+            for accumulate in ACCUMULATE:
+                program = by_hand.blocks(kind, count, accumulate)
+                hands = list(_hands(program))
+                for peak in _spread(sorted({peak for peak, _ in hands}), count):
+                    limit = int(MARGIN * peak)
+                    best = min(seconds for peak, seconds in hands if peak <= limit)
+                    for devices, one in found.items():
+                        one.take(program, {f"gpu:{device}": limit for device in range(devices)}, best)
+                for one in found.values():
+                    one.hands += len(hands)
+        for devices, one in found.items():
             yield (
-                f"| {kind} | {devices} | {tried} | {limited(str(refused), at_most=0)} "
-                f"| {limited(f'{longest:.3f}', at_most=SLOWER)} | {limited(f'{slowest:.2f}', at_most=SECONDS)} |"
+                f"| {kind} | {devices} | {one.hands:,} | {one.tried} | {limited(str(one.refused), at_most=0)} "
+                f"| {limited(f'{one.longest:.3f}', at_most=SLOWER)} "
+                f"| {limited(f'{one.slowest:.2f}', at_most=SECONDS)} |"
             )
 
 
-def _some(program: Program, rng: Random) -> Iterator[Program]:
-    """The program with some of its runs and modules recomputed."""
-    whats = list(by_hand.whats(program))
-    rng.shuffle(whats)
-    found = 0
-    for what in whats:
+class _Found:
+    """What balance finds within some limits.
+
+    Attributes:
+        hands: how many recomputes were made by hand.
+        tried: how many limits.
+        refused: how many of them balance refuses.
+        longest: step, in steps of the fastest recompute that keeps within the same limits.
+        slowest: the most seconds of a choice.
+    """
+
+    def __init__(self) -> None:
+        self.hands = self.tried = self.refused = 0
+        self.longest = self.slowest = 0.0
+
+    def take(self, program: Program, limits: Mapping[str, int], best: float) -> None:
+        """Find a placement within limits: a person's plans come first, and a balance is no slower than the fastest of
+        them, so that the search is run only where these do not do."""
+        self.tried += 1
+        begun = time.perf_counter()
+        balancing = Balancing(build(Balance, limits=limits, topology=TOPOLOGY).asked(program, None, 1))
+        balancing.begin_by_hand()
+        hand = balancing.hands.best
+        if hand is not None and hand.judged.seconds <= SLOWER * best:
+            self.longest = max(self.longest, hand.judged.seconds / best)
+        else:
+            try:
+                self.longest = max(self.longest, passes.balance(program, limits, topology=TOPOLOGY).after / best)
+            except PassError:
+                self.refused += 1
+        self.slowest = max(self.slowest, time.perf_counter() - begun)
+
+
+def _hands(program: Program) -> Iterator[tuple[int, float]]:
+    """The peak and the seconds of each recompute by hand."""
+    for what in by_hand.whats(program):
         try:
-            hand = passes.recompute(program, what)
+            plan = passes.emit(passes.inject_copies(passes.recompute(program, what)))
         except PassError:  # it saves nothing but what others read
             continue
-        yield hand
-        found += 1
-        if found == SAMPLE:
-            return
+        peak = graphir.memory(plan, threads=1, profile=None).peak["gpu:0"]
+        yield peak, graphir.estimate(plan, TOPOLOGY, profile=None, threads=1).seconds
+
+
+def _spread(limits: Sequence[int], count: int) -> Sequence[int]:
+    """All limits of a program of a few blocks, some of a larger one."""
+    if count <= SAMPLE or len(limits) <= SAMPLE:
+        return limits
+    return [limits[round(i * (len(limits) - 1) / (SAMPLE - 1))] for i in range(SAMPLE)]
 
 
 def _every() -> Iterator[str]:
-    """Of problems of four units on two devices: the step that is found, in steps of the best placement there is."""
-    yield "| problems of four units | placements of each | refused | longest step, in steps of the best | mean |"
-    yield "| ---: | ---: | ---: | ---: | ---: |"
-    ratios, refused, most = [], 0, 0
-    for seed in range(PROBLEMS):
-        rng = Random(seed)
-        program = by_hand.units(rng, 4)
-        every = [(by_hand.held(one), one) for one in by_hand.every_placement(program, 4)]
-        most = max(most, len(every))
-        whole = every[0][0]["gpu:0"]
-        spread = [peaks for peaks, _ in every if len(peaks) == 2 and max(peaks.values()) < 0.95 * whole]
-        factor = rng.choice([1.02, 1.1, 1.25])
-        limits = {device: int(factor * nbytes) for device, nbytes in rng.choice(spread).items()}
-        best = min(_seconds(one) for peaks, one in every if _keeps(peaks, limits))
-        try:
-            ratios.append(passes.balance(program, limits, topology=TOPOLOGY, evaluations=EVALUATIONS).after / best)
-        except PassError:
-            refused += 1
-    longest = limited(f"{max(ratios):.4f}", at_most=SLOWER)
-    mean = sum(ratios) / len(ratios)
-    yield f"| {PROBLEMS} | {most:,} | {limited(str(refused), at_most=0)} | {longest} | {mean:.4f} |"
+    """Of small problems on two devices: the step that is found, in steps of the best placement there is, in its own
+    order or that of a schedule."""
+    yield (
+        "| problems | units | micro-batches | placements of each | refused | longest step, in steps of the best "
+        "| mean |"
+    )
+    yield "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    for problems, count, accumulate in ((PROBLEMS, 4, 1), (IN_PARTS, 3, 2)):
+        ratios, refused, most = [], 0, 0
+        for seed in range(problems):
+            rng = Random(seed)
+            program = by_hand.units(rng, count, accumulate)
+            every = [(by_hand.held(one), one) for one in by_hand.every_placement(program, count)]
+            most = max(most, len(every))
+            whole = every[0][0]["gpu:0"]
+            spread = [peaks for peaks, _ in every if len(peaks) == 2 and max(peaks.values()) < 0.95 * whole]
+            factor = rng.choice([1.02, 1.1, 1.25])
+            limits = {device: int(factor * nbytes) for device, nbytes in rng.choice(spread).items()}
+            best = min([seconds for peaks, one in every for seconds in _orders(one, peaks, limits, accumulate)])
+            try:
+                ratios.append(passes.balance(program, limits, topology=TOPOLOGY, evaluations=EVALUATIONS).after / best)
+            except PassError:
+                refused += 1
+        longest = limited(f"{max(ratios):.4f}", at_most=SLOWER)
+        mean = sum(ratios) / len(ratios)
+        yield (
+            f"| {problems} | {count} | {accumulate} | {most:,} | {limited(str(refused), at_most=0)} | {longest} "
+            f"| {mean:.4f} |"
+        )
+
+
+def _orders(program: Program, peaks: Mapping[str, int], limits: Mapping[str, int], accumulate: int) -> Iterator[float]:
+    """The seconds of a placed program in its own order and in that of each schedule, where these keep within limits."""
+    if _keeps(peaks, limits):
+        yield _seconds(program)
+    if accumulate > 1 and len(program.step.devices) > 2:
+        for schedule in get_args(Schedules):
+            ordered = passes.pipeline(passes.inject_copies(program), schedule=schedule, topology=TOPOLOGY)
+            plan = passes.emit(ordered)
+            if _keeps(graphir.memory(plan, threads=1, profile=None).peak, limits):
+                yield graphir.estimate(plan, TOPOLOGY, profile=None, threads=1).seconds
 
 
 def _ruled_out() -> Iterator[str]:

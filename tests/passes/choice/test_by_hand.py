@@ -10,9 +10,15 @@ import by_hand
 import pytest
 import torch
 from by_hand import Kind
+from graphir.passes.balance import Balance
+from graphir.passes.base import build
+from graphir.passes.choice.balancing import Balancing
+from graphir.passes.choice.few import Few
 from graphir.passes.choice.holding import Holding
 from graphir.passes.choice.levels import Levels
+from graphir.passes.choice.problem import Choice
 from graphir.passes.choice.proven import proven
+from graphir.passes.choice.search import _Search as Search
 from graphir.passes.choice.step import Step
 from runnable import short_searches
 from torch import nn
@@ -37,11 +43,13 @@ def seconds(program: Program) -> float:
     ("kind", "count", "accumulate", "devices", "what"),
     [
         ("convolutional", 4, 1, 1, "[1:5]"),
+        ("convolutional", 2, 1, 2, "[0:2]"),  # faster than a cut, which keeps within the limits, too
         ("convolutional", 3, 4, 1, "[2:4]"),
         ("mlp", 2, 1, 1, "[0]"),
         ("mlp", 8, 1, 2, "[0:7]"),
         ("mlp", 4, 4, 1, "[1:2]"),
-        ("transformer", 3, 1, 2, "[0:3]"),
+        ("transformer", 2, 2, 2, "[0:1]"),
+        ("transformer", 3, 1, 2, "0.up"),  # its result, which another module reads
         ("transformer", 4, 1, 1, "2.up"),
         ("transformer", 3, 2, 1, "[0:2]"),
     ],
@@ -93,6 +101,38 @@ def test_what_is_ruled_out_is_an_operator_or_all_state() -> None:
     assert proven(program, uneven, both, ["recompute"]) == 3  # what gelu's backward reads and makes
     assert proven(program, {gpu(0): 3 * matrix, gpu(1): 1}, both, OPTIONS) > 1  # state and inputs are somewhere, too
     assert proven(program, {gpu(0): 3 * matrix}, both, OPTIONS) == 1  # the other device may hold any number
+
+
+def test_placements_of_a_few_modules_are_reckoned_as_single_ones_are() -> None:
+    program = by_hand.blocks("mlp", 2)
+    limits = {f"gpu:{device}": by_hand.held(program)["gpu:0"] // 2 for device in range(2)}
+    asked = build(Balance, limits=limits, topology=H200).asked(program, None, 1)
+    reckoning = Balancing(asked).hands.reckoning
+    chain = gpu(0), gpu(1)
+    found = [one for some in Few(reckoning, ["0", "1"], chain, ["keep", "again", "park"]).reckoned() for one in some]
+    assert len({(one.cut.moves, one.ways) for one in found}) == 36
+    for over, hoped, seconds, cut, ways in found:
+        most = reckoning.limits(cut, {})
+        for nbytes, hopes in ((over, False), (hoped, True)):
+            assert nbytes == (reckoning.peaks(cut, ways, hopes=hopes) - most).clip(0).sum()
+        assert seconds == pytest.approx(reckoning.cost(cut, ways))
+
+
+def test_a_refusal_looks_at_no_more_than_half_as_much_again_as_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, tried = 0, Search.tried
+
+    def counted(self: Search, choice: Choice) -> float:
+        nonlocal looked
+        looked += 1
+        return tried(self, choice)
+
+    monkeypatch.setattr(Search, "tried", counted)
+    program = by_hand.blocks("mlp", 4)
+    limit = int(0.2 * by_hand.held(program)["gpu:0"])
+    with pytest.raises(PassError) as refusal:
+        passes.balance(program, {"gpu:0": limit, "gpu:1": limit}, topology=H200, evaluations=800)
+    assert " works (" in refusal.value.fix
+    assert looked <= 1.5 * 800
 
 
 @pytest.mark.parametrize("kind", by_hand.KINDS)
