@@ -36,6 +36,7 @@ __all__ = [
     "Site",
     "dims_of",
     "distinct",
+    "divided_anew",
     "gradient_reduction",
     "reduced",
     "replica_sites",
@@ -169,22 +170,40 @@ def dims_of(program: Program, sites: Sequence[Site], shares: Sequence[int]) -> d
         PassError: there are shares and no batch to divide, or none of its rows are left for a replica.
     """
     dims = {site.prefix + dim: value for site in sites for dim, value in program.dims.items()}
-    if not shares:
-        return dims
-    if BATCH not in program.dims:
+    return {**dims, **_rows_by(program, dims, [site.prefix for site in sites], shares)} if shares else dims
+
+
+def divided_anew(program: Program, shares: tuple[int, ...]) -> Program:
+    """A program with replicas whose batch is divided by other *shares*: as many rows as before, all replicas together.
+
+    No operator depends on shares: sizes follow the rows of each replica.
+
+    Raises:
+        PassError: there is no batch to divide, or none of its rows are left for a replica.
+    """
+    rows = _rows_by(program, program.dims, program.replicas, shares)
+    return program.with_(dims={**program.dims, **rows}, shares=shares)
+
+
+def _rows_by(
+    program: Program, dims: Mapping[str, int], prefixes: Sequence[str], shares: Sequence[int]
+) -> dict[str, int]:
+    """The batch dimension of each replica, and its rows by *shares* of all that *dims* has."""
+    batches = [prefix + BATCH for prefix in prefixes]
+    if not dims.keys() >= set(batches):
         raise PassError(
             f"every replica of program {program.name!r} takes the same sizes, so that shares cannot differ: "
             f"{program.fixed or 'no dimension is the batch'}",
             fix="let its sizes follow the batch, or leave shares out",
         )
-    rows = divided(len(sites) * program.dims[BATCH], shares)
+    rows = divided(sum([dims[batch] for batch in batches]), shares)
     if 0 in rows:
         raise PassError(
-            f"shares={list(shares)} divides the {sum(rows)} rows of {len(sites)} replicas as {rows}, and the last gets "
-            "none",
+            f"shares={list(shares)} divides the {sum(rows)} rows of {len(prefixes)} replicas as {rows}, and the last "
+            "gets none",
             fix=f"capture the model at a batch of {sum(shares)} rows, or give shares that are less unlike",
         )
-    return {**dims, **{site.prefix + BATCH: count for site, count in zip(sites, rows, strict=True)}}
+    return dict(zip(batches, rows, strict=True))
 
 
 def shares_of(program: Program, sites: Sequence[Site]) -> tuple[Arg, ...]:

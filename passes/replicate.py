@@ -19,13 +19,25 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator
 
+from graphir.errors import PassError
 from graphir.ir.device import DeviceName
+from graphir.ir.names import replica_prefix
 from graphir.ir.net import Net
 from graphir.ir.program import Interface, Program
 
 from .base import Gpu, Pass, build, register
 from .callbacks import Callback, OnReplica, defines_callback, with_callbacks
-from .replicas import BEFORE_SPREAD, Shares, Site, dims_of, distinct, reduced, replica_sites, require_one_result
+from .replicas import (
+    BEFORE_SPREAD,
+    Shares,
+    Site,
+    dims_of,
+    distinct,
+    divided_anew,
+    reduced,
+    replica_sites,
+    require_one_result,
+)
 from .standing import Order
 from .sync_batch_norm import synchronised_as_asked
 
@@ -44,7 +56,14 @@ class Replicate(Pass):
     shares: Shares = ()
     on_replica: OnReplica = None
 
+    def require_order(self, program: Program) -> None:
+        """Refuse a program behind which replicate may not come: any with replicas, unless these get other shares."""
+        if not self._divides(program):
+            super().require_order(program)
+
     def rewrite(self, program: Program) -> Program:
+        if self._divides(program):
+            return self._divided(program)
         replicated = self._copied(program)
         if self.on_replica is None and not defines_callback(program.module):
             return replicated
@@ -53,7 +72,25 @@ class Replicate(Pass):
 
     def recorded(self, program: Program) -> Program:
         """Replicate, and synchronise the batch norms that say so; the history has both."""
-        return synchronised_as_asked(super().recorded(program), program)
+        replicated = super().recorded(program)
+        return replicated if self._divides(program) else synchronised_as_asked(replicated, program)
+
+    def _divides(self, program: Program) -> bool:
+        """Whether the program has its replicas already, on these devices, and they get other shares."""
+        return bool(self.shares) and program.replicas == tuple(map(replica_prefix, self.devices))
+
+    def _divided(self, program: Program) -> Program:
+        others, fix = "", ""
+        if self.on_replica is not None:
+            others, fix = f"on_replica={self.on_replica}", "leave on_replica out"
+        elif self.reduction != program.reduction:
+            others, fix = f"reduction={self.reduction}", f"give reduction={program.reduction!r}"
+        if others:
+            raise PassError(
+                f"program {program.name!r} has replicas on these devices, which get other shares alone, not {others}",
+                fix=f"{fix}, or replicate the captured program anew",
+            )
+        return divided_anew(program, self.shares)
 
     def _copied(self, program: Program) -> Program:
         require_one_result(program, len(self.devices))
@@ -92,16 +129,20 @@ def replicate(
     before it first, as long as there are rows; with equal shares, the default, that is torch.chunk's rule. The sizes
     at which the program is predicted have, over all replicas, as many rows as with equal shares.
 
+    A program that is replicated or sharded over these *devices* already, in this order, gets these *shares*, and stays
+    as it is otherwise, wherever its operators were placed: other shares need no other operators.
+
     ``on_replica(ctx, copy_id, replica)`` is called for every copy of every module, as
     :func:`~graphir.passes.replication_callback` does. A module that defines ``__data_parallel_replicate__(ctx,
     copy_id)`` is called without asking, on its copy, before it. A batch norm whose class has
     ``statistics_over_replicas = True`` is synchronised as by :func:`~graphir.passes.sync_batch_norm`.
 
     Raises:
-        PassError: devices are missing, no gpus, or repeated, the program is replicated or placed already, or the
-            results of several replicas can't be put together; shares are not one positive whole number for each device,
-            or differ where sizes are fixed, or leave a replica no row of the captured batches; there is a callback and
-            the program was loaded, so that it has no module, or the callback raises. Nothing has changed then.
+        PassError: devices are missing, no gpus, or repeated; the program is placed already, or replicated over other
+            devices, or without other *shares*; the results of several replicas can't be put together; shares are not
+            one positive whole number for each device, or differ where sizes are fixed, or leave a replica no row of the
+            captured batches; there is a callback and the program was loaded, so that it has no module, or the callback
+            raises. Nothing has changed then.
     """
     return build(Replicate, devices=devices, reduction=reduction, shares=shares, on_replica=on_replica)(program)
 

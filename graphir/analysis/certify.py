@@ -113,7 +113,7 @@ def _refuse_difference(different: InterfaceDifference | None, after: Program) ->
         raise EquivalenceError(
             f"{different.what} differ: {words(different.before)} before, {words(different.after)} after",
             where=place_of(after),
-            fix="keep what a session reads of a program; passes that move operators leave it as it is",
+            fix=different.fix,
         )
 
 

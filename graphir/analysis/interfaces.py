@@ -18,15 +18,19 @@ if TYPE_CHECKING:
 __all__ = ["InterfaceDifference", "interface_difference", "phase_difference", "written_before_update"]
 
 
+_KEEP: Final = "keep what a session reads of a program; passes that move operators leave it as it is"
+
+
 class InterfaceDifference(NamedTuple):
-    """Something that a session would do otherwise: what it is, and what it is in each program."""
+    """Something that a session would do otherwise: what it is, what it is in each program, and what to do about it."""
 
     what: str
     before: Any
     after: Any
+    fix: str = _KEEP
 
 
-_Pairs: TypeAlias = "Iterator[tuple[str, Any, Any]]"
+_Pairs: TypeAlias = "Iterator[tuple[str, Any, Any] | tuple[str, Any, Any, str]]"
 
 
 def interface_difference(before: Program, after: Program) -> InterfaceDifference | None:
@@ -56,12 +60,14 @@ def written_before_update(step: Net) -> frozenset[str]:
 
 
 def _different(pairs: _Pairs) -> Iterator[InterfaceDifference]:
-    return (InterfaceDifference(what, a, b) for what, a, b in pairs if a is not b and _exact(a) != _exact(b))
+    found = (InterfaceDifference(*pair) for pair in pairs)
+    return (each for each in found if each.before is not each.after and _exact(each.before) != _exact(each.after))
 
 
 def _replicas(a: Program, b: Program) -> _Pairs:
     yield "replicas", a.replicas, b.replicas
-    yield "shares of the batch", a.shares, b.shares
+    fix = "certify programs with the same shares: other rows give other means, and so other bits"
+    yield "shares of the batch", a.shares, b.shares, fix
 
 
 def _sizes(a: Program, b: Program) -> _Pairs:

@@ -161,6 +161,58 @@ def test_unlike_shares_of_fixed_sizes_are_refused() -> None:
             passes.replicate(program, devices=[0, 1], shares=[3, 1])
 
 
+def spread(devices: list[int], **options: Any) -> graphir.Program:
+    return passes.replicate(nets.random_program(1), devices=devices, **options)
+
+
+@pytest.mark.parametrize(("devices", "shares"), [([0, 1], (3, 1)), ([2, 0, 1], (1, 2, 3))])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_replicas_get_other_shares_as_if_they_had_been_made_with_these(
+    devices: list[int], shares: tuple[int, ...], reduction: Any
+) -> None:
+    made = spread(devices, shares=shares, reduction=reduction)
+    for before in (None, shares[::-1]):
+        program = spread(devices, shares=before, reduction=reduction)
+        again = passes.replicate(program, devices=devices, shares=[2 * share for share in shares], reduction=reduction)
+        assert again.with_(history=made.history) == made
+        assert again.history == (*program.history, *made.history)
+
+
+def test_a_program_that_is_placed_gets_other_shares_too() -> None:
+    """Behind every pass, the same program as where the shares come first."""
+    behind = "shift_activations{activations=[], shifts={1: 2}} | inject_copies | share_storage"
+    later = passes.Pipeline(f"{behind} | replicate{{devices=[0, 1], shares=[3, 1]}}")(spread([0, 1]))
+    first = passes.Pipeline(behind)(spread([0, 1], shares=[3, 1]))
+    assert later.with_(history=first.history) == first
+    assert graphir.certify(first, later).holds
+    message = r"shares of the batch differ: \[\] before, \[3, 1\] after\n(.*\n)+  fix  certify programs with the same"
+    with pytest.raises(graphir.EquivalenceError, match=message):
+        graphir.certify(passes.Pipeline(behind)(spread([0, 1])), later)
+
+
+def test_other_shares_are_refused_as_first_ones_are() -> None:
+    program = spread([0, 1])
+    for shares, message in (
+        ([3, 1, 1], "3 shares for 2 devices"),
+        ([3, 0], "a share cannot be 0"),
+        ([100, 1], r"divides the 12 rows of 2 replicas as \[12, 0\], and the last gets none"),
+        ([1, 1], "is replicated already"),
+    ):
+        with pytest.raises(PassError, match=message):
+            passes.replicate(program, devices=[0, 1], shares=shares)
+    fixed = passes.replicate(two_layers().with_(fixed="a view"), devices=[0, 1])
+    with pytest.raises(PassError, match=r"so that shares cannot differ: a view\n  fix  let its sizes follow"):
+        passes.replicate(fixed, devices=[0, 1], shares=[3, 1])
+    for devices in ([1, 0], [0, 2], [0, 1, 2]):
+        with pytest.raises(PassError, match="is replicated already"):
+            passes.replicate(program, devices=devices, shares=range(1, len(devices) + 1))
+    message = "on these devices, which get other shares alone, not {}\n  fix  {}, or replicate the captured program"
+    with pytest.raises(PassError, match=message.format("reduction=sum", "give reduction='mean'")):
+        passes.replicate(program, devices=[0, 1], shares=[3, 1], reduction="sum")
+    with pytest.raises(PassError, match=message.format("on_replica=.*print", "leave on_replica out")):
+        passes.replicate(program, devices=[0, 1], shares=[3, 1], on_replica=print)
+
+
 def test_unknown_reduction_is_refused() -> None:
     with pytest.raises(PassError, match="reduction: Input should be 'mean' or 'sum'"):
         passes.replicate(two_layers(), devices=[0], reduction="max")  # type: ignore[arg-type]

@@ -54,6 +54,8 @@ def test_shares_divide_the_batch_of_all_replicas() -> None:
     assert (program.dims["gpu_0/batch"], program.dims["gpu_1/batch"], program.shares) == (6, 2, (3, 1))
     assert program.history[0].endswith("devices=[0, 1], shares=[3, 1]}")
     assert passes.shard(given, placement, [0, 1], shares=[4, 4]) == passes.shard(given, placement, [0, 1])
+    again = passes.replicate(passes.shard(given, placement, [0, 1]), devices=[0, 1], shares=[6, 2])
+    assert again.with_(history=program.history) == program
     with pytest.raises(PassError, match="shard: shares: 3 shares for 2 devices"):
         passes.shard(given, placement, [0, 1], shares=[3, 1, 1])
 
