@@ -35,7 +35,8 @@ from graphir.ir.verify import blamed
 from .base import OptionError, Pass, Placed, build, read_option, register, require_program
 from .choice.asked import OPTIONS, Asked, Option
 from .choice.attempts import Budget
-from .choice.balancing import Balancing, nearest_limits
+from .choice.balancing import nearest_limits
+from .choice.by_shares import balanced
 from .choice.hosted import on_host
 from .choice.refusals import Refused, refusal
 from .choice.report import Balanced
@@ -109,7 +110,7 @@ class Balance(Pass):
         with collector_paused(), blamed(program):
             asked = self.asked(program, profile, threads, place)
             try:
-                return Balancing(asked).run()
+                return balanced(asked)
             except Refused as refused:
                 limits, works = nearest_limits(asked, refused)
                 of_free = self.limits == "auto"

@@ -34,6 +34,7 @@ __all__ = [
     "BEFORE_SPREAD",
     "Shares",
     "Site",
+    "batches_of",
     "dims_of",
     "distinct",
     "divided_anew",
@@ -185,10 +186,12 @@ def divided_anew(program: Program, shares: tuple[int, ...]) -> Program:
     return program.with_(dims={**program.dims, **rows}, shares=shares)
 
 
-def _rows_by(
-    program: Program, dims: Mapping[str, int], prefixes: Sequence[str], shares: Sequence[int]
-) -> dict[str, int]:
-    """The batch dimension of each replica, and its rows by *shares* of all that *dims* has."""
+def batches_of(program: Program, dims: Mapping[str, int], prefixes: Sequence[str]) -> list[str]:
+    """The batch dimension of each replica.
+
+    Raises:
+        PassError: *dims* lacks one, so that all replicas take the same sizes.
+    """
     batches = [prefix + BATCH for prefix in prefixes]
     if not dims.keys() >= set(batches):
         raise PassError(
@@ -196,6 +199,14 @@ def _rows_by(
             f"{program.fixed or 'no dimension is the batch'}",
             fix="let its sizes follow the batch, or leave shares out",
         )
+    return batches
+
+
+def _rows_by(
+    program: Program, dims: Mapping[str, int], prefixes: Sequence[str], shares: Sequence[int]
+) -> dict[str, int]:
+    """The batch dimension of each replica, and its rows by *shares* of all that *dims* has."""
+    batches = batches_of(program, dims, prefixes)
     rows = divided(sum([dims[batch] for batch in batches]), shares)
     if 0 in rows:
         raise PassError(

@@ -20,6 +20,7 @@ __all__ = [
     "micro_batch_prefix",
     "micro_batches",
     "prefix_of",
+    "replica_index",
     "replica_prefix",
 ]
 
@@ -29,6 +30,11 @@ _MICRO: Final = "micro_"
 def replica_prefix(device_index: int, kind: str = "gpu") -> str:
     """``gpu_<index>/``."""
     return f"{kind}_{device_index}/"
+
+
+def replica_index(prefix: str) -> int:
+    """0 of ``gpu_0/``."""
+    return int(prefix.rpartition("_")[2].removesuffix("/"))
 
 
 def prefix_of(name: str) -> str:

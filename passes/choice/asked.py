@@ -14,6 +14,7 @@ from graphir.ir.device import CPU, Device
 from graphir.ir.module_patterns import lineage
 from graphir.ir.names import base_name
 from graphir.ir.program import Program
+from graphir.ir.size import BATCH
 from graphir.ir.text import nbytes_text
 
 from ..module_patterns import claims, weighted_modules
@@ -22,10 +23,11 @@ from .groups import Wanted
 
 __all__ = ["OPTIONS", "Asked", "Option", "require_pins"]
 
-Option: TypeAlias = Literal["shift", "park", "recompute", "state", "updates", "share_storage"]
+Option: TypeAlias = Literal["shift", "park", "recompute", "state", "updates", "share_storage", "shares"]
 
 OPTIONS: Final[tuple[Option, ...]] = ("shift", "park", "recompute", "state", "share_storage")
-"""What may be done where a caller does not say. Updates on the host have other bits, so callers have to allow them."""
+"""What may be done where a caller does not say: all that changes no bit. Updates on the host have the bits of its
+kernels, and other shares of a batch give other means: callers have to allow them."""
 
 
 class Asked(NamedTuple):
@@ -152,6 +154,12 @@ class Asked(NamedTuple):
                 fix="add 'shift' to options, or pin it where it is",
             )
         return {**expected, **{module: given[pattern] for module, pattern in claimed.items()}}
+
+    def may_divide(self) -> bool:
+        """Whether other shares of the batch would change something, and options do not allow them."""
+        program = self.program
+        batches = {prefix + BATCH for prefix in program.replicas}
+        return "shares" not in self.options and len(batches) > 1 and program.dims.keys() >= batches
 
     def is_state(self, name: str) -> bool:
         """Whether that is a parameter or a buffer."""

@@ -15,7 +15,7 @@ from .asked import Asked
 from .attempts import Attempt, Attempts
 from .by_hand import ByHand
 from .drafts import choice_of
-from .figures import Figures
+from .figures import Before, Figures
 from .groups import Grouped, Reading
 from .least import least
 from .levels import Levels
@@ -85,6 +85,7 @@ class Balancing:
 
     Args:
         asked: what a caller asks.
+        since: the step that the report compares with, where that is not the program as it is.
 
     Attributes:
         wanted: the same for groups.
@@ -100,7 +101,7 @@ class Balancing:
         PassError: the program or the machine does not have what the caller names.
     """
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: Asked, since: Before | None = None) -> None:
         self.asked, self.program, self.wanted = asked, asked.program, asked.wanted()
         self.parts = micro_batches(self.program.step.blobs)
         self.searches = Attempts(self.reading, self.parts, asked.budget)
@@ -117,7 +118,7 @@ class Balancing:
         )
         self.hands = self.by_hand()
         self.trying = self.hands.tried()
-        self.figures = Figures(asked, self.wanted.pins, self.searches, self.plans)
+        self.figures = Figures(asked, self.wanted.pins, self.searches, self.plans, since)
         self.emits = len(self.program.step.ops) <= _MOST_EMITTED
 
     def reading(self) -> Reading:
@@ -165,6 +166,10 @@ class Balancing:
         if isinstance(found, Balanced):
             return found
         raise self.refused(*found)
+
+    def before(self) -> Before:
+        """The step as it is."""
+        return self.figures.before(self.grouped, Outcomes(self.grouped.problem), exact=self.emits)
 
     def keeps(self) -> bool:
         """Whether any placement within the limits is found, as :meth:`run` would."""
@@ -327,7 +332,7 @@ class Balancing:
         known = [*[within(held) for held, _ in nearest], *ample]
         interrupted = attempt.found.interrupted or found.interrupted
         emitted = self.plans.emitted
-        return Refused(missing, at, given, known, placings, certain, found.proven, interrupted, emitted)
+        return Refused(self.program, missing, at, given, known, placings, certain, found.proven, interrupted, emitted)
 
 
 def nearest_limits(asked: Asked, refused: Refused) -> tuple[Mapping[str, int], bool]:
@@ -344,7 +349,7 @@ def nearest_limits(asked: Asked, refused: Refused) -> tuple[Mapping[str, int], b
         if refused.interrupted or (number and (late or emitted > _EMITTED_AGAIN * refused.emitted)):
             break
         try:
-            trial = Balancing(asked._replace(limits=limits, budget=shorter))
+            trial = Balancing(asked._replace(program=refused.program, limits=limits, budget=shorter))
             if trial.keeps():
                 return limits, True
             emitted += trial.plans.emitted

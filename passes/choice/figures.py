@@ -13,11 +13,14 @@ from ..emit import instructed
 from .asked import Asked, require_pins
 from .attempts import Attempt, Attempts
 from .drafts import Hand, choice_of
+from .groups import Grouped
+from .outcome import Outcomes
 from .places import Reasons, device_map
 from .plans import Emitted, Plans
+from .problem import Problem
 from .report import Balanced, DeviceUse, LinkBytes
 
-__all__ = ["Figures"]
+__all__ = ["Before", "Figures"]
 
 
 class _After(NamedTuple):
@@ -42,6 +45,22 @@ class _After(NamedTuple):
     exact: bool = True
 
 
+class Before(NamedTuple):
+    """What a report says of the step as it was.
+
+    Attributes:
+        peaks: by device, what it holds.
+        seconds: of a step.
+        busy: by device, the seconds for which it computes.
+        crossing: by source and destination, the bytes that are copied.
+    """
+
+    peaks: Mapping[str, int]
+    seconds: float
+    busy: Mapping[str, float]
+    crossing: Mapping[tuple[str, str], int]
+
+
 class Figures:
     """Makes the report of a placement.
 
@@ -50,33 +69,41 @@ class Figures:
         pins: by module or by name of state, the device where it has to be.
         searches: that were made.
         plans: of the program.
+        since: the step as it was, where that is not the program as it is.
     """
 
-    def __init__(self, asked: Asked, pins: Mapping[str, Device], searches: Attempts, plans: Plans) -> None:
-        self.asked, self.pins, self.searches, self.plans = asked, pins, searches, plans
+    def __init__(
+        self, asked: Asked, pins: Mapping[str, Device], searches: Attempts, plans: Plans, since: Before | None
+    ) -> None:
+        self.asked, self.pins, self.searches, self.plans, self.since = asked, pins, searches, plans, since
+
+    def before(self, grouped: Grouped, outcomes: Outcomes, *, exact: bool) -> Before:
+        """The step as it was, of a plan if that is to be *exact*."""
+        if self.since is not None:
+            return self.since
+        problem = grouped.problem
+        now = outcomes(problem.now())
+        peaks: Mapping[str, int] = problem.named(now.peaks)
+        seconds = now.seconds
+        if exact:
+            plan = self.plans.of(grouped, problem.now())
+            peaks, seconds = plan.peaks, plan.seconds
+        return Before(peaks, seconds, problem.named(now.busy), _named(problem, now.crossing))
 
     def report(self, attempt: Attempt, best: Emitted, attempts: Sequence[Attempt]) -> Balanced:
         """The placement before and after."""
-        problem, outcomes = attempt.problem, attempt.outcomes
-        now, then = outcomes(problem.now()), outcomes(best.choice)
+        problem, then = attempt.problem, attempt.outcomes(best.choice)
         exact = bool(best.peaks)
-        if exact:
-            before = self.plans.of(attempt.grouped, problem.now())
-            peaks, seconds = (before.peaks, best.peaks), (before.seconds, best.seconds)
-        else:
-            peaks = problem.named(now.peaks), problem.named(then.peaks)
-            seconds = now.seconds, then.seconds
-        crossing = {(problem.devices[a], problem.devices[b]): nbytes for (a, b), nbytes in then.crossing.items()}
-        busy = problem.named(then.busy)
-        after = _After(best.program, best.then, peaks[1], seconds[1], busy, crossing, exact)
+        peaks, seconds = (best.peaks, best.seconds) if exact else (problem.named(then.peaks), then.seconds)
+        crossing, busy = _named(problem, then.crossing), problem.named(then.busy)
+        after = _After(best.program, best.then, peaks, seconds, busy, crossing, exact)
         reasons = Reasons(problem, best.choice, [one.grouped.problem for one in attempts], then.peaks)
-        return self.reported(attempt, peaks[0], seconds[0], after, reasons)
+        return self.reported(attempt, after, reasons)
 
     def report_by_hand(self, hand: Hand, attempts: Sequence[Attempt]) -> Balanced:
         """The same of a plan that a person would have tried."""
         attempt, judged = attempts[0], self.plans.in_any_order(hand.program, hand.judged)
         problem = attempt.problem
-        before = self.plans.of(attempt.grouped, problem.now())
         found = self.plans.estimate(instructed(judged.made))
         busy = {use.lane.partition(".")[0]: use.busy for use in found.lanes if use.lane.endswith(".compute")}
         crossing = {(link.source, link.destination): link.nbytes for link in found.links}
@@ -84,27 +111,27 @@ class Figures:
         held = [judged.peaks.get(name, 0) for name in problem.devices]
         problems = [one.grouped.problem for one in attempts]
         reasons = Reasons(problem, choice_of(hand.draft, attempt.grouped), problems, held, hand.says)
-        return self.reported(attempt, before.peaks, before.seconds, after, reasons)
+        return self.reported(attempt, after, reasons)
 
-    def reported(
-        self, attempt: Attempt, held: Mapping[str, int], seconds: float, after: _After, reasons: Reasons
-    ) -> Balanced:
-        """A report of what was before, with what it held and its seconds, and *after*."""
+    def reported(self, attempt: Attempt, after: _After, reasons: Reasons) -> Balanced:
+        """A report of the step as it was and *after*."""
         require_pins(after.program, self.pins)
-        problem = attempt.problem
-        now = attempt.outcomes(problem.now())
-        busy = problem.named(now.busy)
+        problem, before = attempt.problem, self.before(attempt.grouped, attempt.outcomes, exact=after.exact)
         limits = problem.named(problem.limits)
         uses = [
             DeviceUse(
-                name, limits[name], held.get(name, 0), after.peaks.get(name, 0), busy[name], after.busy.get(name, 0)
+                name,
+                limits[name],
+                before.peaks.get(name, 0),
+                after.peaks.get(name, 0),
+                before.busy.get(name, 0),
+                after.busy.get(name, 0),
             )
             for name in problem.devices
-            if name in self.asked.limits or held.get(name) or after.peaks.get(name)
+            if name in self.asked.limits or before.peaks.get(name) or after.peaks.get(name)
         ]
-        crossing = {(problem.devices[a], problem.devices[b]): nbytes for (a, b), nbytes in now.crossing.items()}
-        pairs = dict.fromkeys([*crossing, *after.crossing])
-        links = [LinkBytes(*pair, crossing.get(pair, 0), after.crossing.get(pair, 0)) for pair in pairs]
+        pairs = dict.fromkeys([*before.crossing, *after.crossing])
+        links = [LinkBytes(*pair, before.crossing.get(pair, 0), after.crossing.get(pair, 0)) for pair in pairs]
         text = " | ".join(after.program.history[len(self.asked.program.history) :])
         if text:
             Pipeline(text)  # what is printed can be read back
@@ -117,10 +144,15 @@ class Figures:
             then=after.then,
             devices=tuple(uses),
             links=tuple(links),
-            before=seconds,
+            before=before.seconds,
             after=after.seconds,
             exact=after.exact,
             evaluated=self.searches.evaluated,
             device_map=device_map(after.program, attempt.grouped),
             reasons=reasons,
         )
+
+
+def _named(problem: Problem, crossing: Mapping[tuple[int, int], int]) -> dict[tuple[str, str], int]:
+    """Bytes that are copied, by the names of devices."""
+    return {(problem.devices[a], problem.devices[b]): nbytes for (a, b), nbytes in crossing.items()}

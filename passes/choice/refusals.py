@@ -31,6 +31,7 @@ class Refused(Exception):
     """Nothing within the limits was found.
 
     Attributes:
+        program: that was to be placed, by the shares that come nearest.
         missing: what is missing, by device, and what fills the fullest one, as text.
         at: the operator that runs where that one is fullest, as text.
         given: the limits, those of the topology, too.
@@ -44,6 +45,7 @@ class Refused(Exception):
 
     def __init__(
         self,
+        program: Program,
         missing: str,
         at: str,
         given: Mapping[str, int],
@@ -54,7 +56,8 @@ class Refused(Exception):
         interrupted: bool,
         emitted: int,
     ) -> None:
-        self.missing, self.at, self.given, self.nearest, self.placed = missing, at, given, nearest, placed
+        self.program, self.missing, self.at = program, missing, at
+        self.given, self.nearest, self.placed = given, nearest, placed
         self.proven, self.reckoned, self.interrupted, self.emitted = proven, reckoned, interrupted, emitted
 
     def times(self, limits: Mapping[str, int]) -> float:
@@ -107,11 +110,13 @@ def refusal(
         said.append(f"less than {refused.proven:,.2f} times cannot")
     if refused.reckoned >= max(_MORE, refused.proven):
         said.append(f"no placement of these groups is reckoned to keep less than {refused.reckoned:,.2f} times")
+    shares = refused.program.shares
+    by = "" if shares == asked.program.shares else f" by shares={list(shares)}"
     full = _full(asked.topology, refused.given) if of_free else ""
     return PassError(
-        f"balance: no placement within the limits was found: {refused.missing}{full}",
+        f"balance: no placement within the limits was found{by}: {refused.missing}{full}",
         at=refused.at,
-        fix=f"limits={{{given}}} {'works' if works else 'is the nearest that was found'} "
+        fix=f"limits={{{given}}} {f'works{by}' if works else 'is the nearest that was found'} "
         f"({'; '.join(said)}{_beyond(asked.topology, limits)}); or {remedy or _ways(asked, refused)}",
     )
 
@@ -125,6 +130,7 @@ def _ways(asked: Asked, refused: Refused) -> str:
     found += ["allow more options"] * (not {*OPTIONS} <= {*asked.options})
     if "updates" not in asked.options and Step(asked.program, None, 1).updated.any():
         found.append("add 'updates' to options, which runs updates on the host, with the bits of its kernels")
+    found += ["let replicas have unlike shares ('shares' among options)"] * asked.may_divide()
     found += ["pin less"] * bool(asked.pin)
     batches = [size for dim, size in asked.program.dims.items() if base_name(dim) == BATCH]
     smaller = "a smaller model, or devices that hold more" if set(batches) == {1} else "smaller batches"

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 from graphir.analysis.tables import cut, seconds_text, spoken_of, table
 from graphir.ir.history import pass_name
 from graphir.ir.program import Program
+from graphir.ir.size import BATCH
 from graphir.ir.text import nbytes_text
 
 from .places import GroupPlace, Reasons
@@ -69,6 +70,7 @@ class Balanced:
         evaluated: how many placements were looked at.
         device_map: by module, its device as Accelerate writes it: the number of a gpu, or ``cpu``.
         reasons: what the bound and the groups are reckoned from when they are asked for.
+        shares: of the batch, where others than the program's were chosen; :attr:`pipeline` begins with them.
     """
 
     program: Program = field(repr=False)
@@ -85,11 +87,12 @@ class Balanced:
     evaluated: int
     device_map: Mapping[str, int | str] = field(repr=False)
     reasons: Reasons = field(repr=False, compare=False)
+    shares: tuple[int, ...] = ()
 
     @cached_property
     def bound(self) -> float:
-        """Seconds below which no placement within the limits can be, of these groups and options, as their simulation
-        has it; what the plan takes where it is faster than its groups."""
+        """Seconds below which no placement within the limits can be, of these groups, shares and options, as their
+        simulation has it; what the plan takes where it is faster than its groups."""
         return min(self.after, self.reasons.bound())
 
     @cached_property
@@ -113,7 +116,8 @@ class Balanced:
         lists = {name: [row._asdict() for row in getattr(self, name)] for name in ("devices", "links", "groups")}
         names = ("machine", "measured", "pipeline", "then", "before", "after", "bound", "gap", "exact", "evaluated")
         maps = {"limits": dict(self.limits), "device_map": dict(self.device_map)}
-        return json.dumps({**{name: getattr(self, name) for name in names}, **lists, **maps}, ensure_ascii=False)
+        found = {**{name: getattr(self, name) for name in names}, **lists, **maps, "shares": list(self.shares)}
+        return json.dumps(found, ensure_ascii=False)
 
     def __str__(self) -> str:
         whence = "of the emitted plan" if self.exact else "reckoned by groups"
@@ -141,6 +145,9 @@ class Balanced:
         lines += table(("link", "bytes before", "bytes after"), links)
         lines.append(f"  at least {seconds_text(self.bound)} within these limits: the gap is {self.gap:.1%}")
         lines += [f"  by hand: {self.reasons.by_hand}"] if self.reasons.by_hand else self._groups()
+        if self.shares:
+            counts = ", ".join([f"{self.program.dims[prefix + BATCH]:,}" for prefix in self.program.replicas])
+            lines.append(f"  rows of the replicas: {counts}; other shares give other means, and so other bits")
         lines.append(f"  passes: {self.pipeline}" if self.pipeline else "  nothing has to move")
         lines.append(f"  then: {self.then}")
         return "\n".join(lines)
