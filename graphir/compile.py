@@ -90,6 +90,9 @@ class Compiled:
         targets: what the loss is given after the model's output.
         batch_dims: as :func:`graphir.capture` takes it: dimensions that are named here need no plans of their own.
         devices: one replica on each, as :func:`graphir.passes.replicate` takes them.
+        shares: the ratio of the replicas' rows, as :func:`graphir.passes.replicate` takes them, or ``auto`` for what
+            :func:`graphir.passes.balance` chooses within *limits*, by speed and memory, for the first plan; later ones
+            keep it. Equal by default.
         limits: by device, the most that a plan may hold there, as ``{"gpu:0": "3.3 GiB", "gpu:1": "3.3 GiB"}``, or
             ``auto`` for what is free, which is printed to standard error: what :func:`graphir.passes.balance` chooses.
             Later captures keep modules where they are. With ``accumulate=4``, or another number, micro-batches flow
@@ -110,7 +113,7 @@ class Compiled:
 
     Raises:
         CaptureError: the step can't be captured.
-        PassError: *devices*, *limits* or *passes* do not fit the program.
+        PassError: *devices*, *shares*, *limits* or *passes* do not fit the program.
         SessionError: *state* is not that of such a model, or an argument of the session does not fit.
     """
 
@@ -123,6 +126,7 @@ class Compiled:
         targets: Sequence[Any] = (),
         batch_dims: Any = None,
         devices: Sequence[DeviceName] = (0,),
+        shares: Sequence[int] | Literal["auto"] | None = None,
         limits: Mapping[DeviceName, int | str] | Literal["auto"] | None = None,
         topology: Topology | str | None = None,
         passes: str | Callable[[Program], Program] = "",
@@ -146,13 +150,18 @@ class Compiled:
                 fix="give a pipeline's text, or a function from program to program",
             )
         self._model, self._most_plans = model, most_plans
-        self._devices = build(Replicate, devices=devices).devices
+        if shares == "auto" and limits is None:
+            raise PassError("shares='auto' is of a placement, and nothing is placed without limits", fix="give limits")
+        given = build(Replicate, devices=devices, shares=None if shares == "auto" else shares)
+        self._devices, self._shares = given.devices, given.shares
         self._passes: Callable[[Program], Program] | None = None
         if passes:
             self._passes = Pipeline(passes) if isinstance(passes, str) else passes
         if limits is None and topology is not None:
             raise PassError("topology is for the placement, and nothing is placed without limits", fix="give limits")
-        self._placing = None if limits is None else Placing(limits, topology, _binding(session or {}))
+        self._placing: Placing | None = None
+        if limits is not None:
+            self._placing = Placing(limits, topology, _binding(session or {}), shares == "auto")
         self._options, self._session_options = options, dict(session or {})
         asked = self._session_options
         if is_on_cuda(asked.get("binding", "auto"), is_of_host(asked.get("executor", "auto"))):
@@ -346,8 +355,7 @@ class Compiled:
         captured = self._captured(arguments, len(self._devices))
         if beside is None and self._state:
             _check_state(self._state, captured)
-        program = replicate(captured, self._devices)
-        found = None
+        program, found = self._replicated(captured, first=beside is None), None
         if self._placing is not None:
             found = self._placing.placed(program)
             program = self._placing.followed(found)
@@ -379,7 +387,17 @@ class Compiled:
         self._state = {name: tensor for name, tensor in self._state.items() if name not in captured.state}
         if self._placing is not None and found is not None:
             self._placing.keep(found)
+            self._shares = found.program.shares
         return session
+
+    def _replicated(self, captured: Program, *, first: bool) -> Program:
+        """A replica on each device. A later batch that *shares* cannot divide is for one replica alone."""
+        try:
+            return replicate(captured, self._devices, shares=self._shares or None)
+        except PassError as e:
+            if first:
+                raise
+            raise CoverageError(e.what, where=e.where, fix=e.fix) from None
 
     def _made_alone(self, arguments: Arguments, beside: Session, guard: ModuleGuard) -> Session:
         """A session in which the first replica takes all of a batch that can't be split over several."""

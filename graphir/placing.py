@@ -55,6 +55,7 @@ class Placing:
         topology: where, as :func:`graphir.passes.balance` takes it; by default this machine, its devices bound by
             *binding*.
         binding: as a session takes it.
+        shares: whether the first placement also chooses the shares of the batch.
 
     Attributes:
         limits: by device, in bytes; ``auto`` until the first program is placed.
@@ -69,10 +70,11 @@ class Placing:
         limits: Mapping[DeviceName, int | str] | Literal["auto"],
         topology: Topology | str | None = None,
         binding: Binding = "auto",
+        shares: bool = False,
     ) -> None:
         given = build(Balance, limits=limits, topology=topology)
         self.limits: Mapping[str, int] | Literal["auto"] = given.limits
-        self._topology, self._binding = given.topology, binding
+        self._topology, self._binding, self._shares = given.topology, binding, shares
         self.balanced: Balanced | None = None
         self._homes: dict[str, Device] = {}
 
@@ -83,7 +85,7 @@ class Placing:
             PassError: no placement within the limits is found.
         """
         if self.balanced is None:
-            return self._balance(program)
+            return self._balance(program, options=(*_OPTIONS, *(["shares"] if self._shares else [])))
         kept = _kept(program, self._homes)
         try:
             if len(program.replicas) == 1:
@@ -100,7 +102,7 @@ class Placing:
 
     def _balance(self, program: Program, **options: object) -> Balanced:
         place, threads = self._place(program)
-        remedy = "compile the model at its largest sizes first" if options else ""
+        remedy = "" if self.balanced is None else "compile the model at its largest sizes first"
         asked: dict[str, object] = {"limits": self.limits, "topology": self._topology, "devices": self._bound()}
         given = {"options": _OPTIONS, **asked, **options}
         found = build(Balance, **given).balanced(program, "cached", threads, remedy, place)
