@@ -195,8 +195,10 @@ def balance(
             has, less 5 %.
         topology: how fast devices and links are: a topology, or the name of one; by default this machine, as
             :meth:`.Topology.here` has it. A device that has no limit may hold as much as the topology says.
-        options: what may be done; by default all but ``updates``, which runs updates of parked state where it is
-            parked: on the host, with the bits of its kernels, as :func:`park` has it.
+        options: what may be done; by default all that changes no bit. Beside these, ``updates`` runs updates of parked
+            state where it is parked: on the host, with the bits of its kernels, as :func:`park` has it. ``shares``
+            divides the batch otherwise among replicas, by how fast they are and what their devices hold: means stay
+            those of the whole batch, with other bits.
         devices: that may be used beside those in *limits*.
         pin: by pattern of modules, the gpu where they have to be, or ``"cpu"``: then the host runs them, and the search
             moves the others. Accelerate's ``device_map`` is one, if it leaves nothing on disk.
@@ -212,8 +214,8 @@ def balance(
     Raises:
         PassError: no placement that keeps within the limits is found; it says what is missing where, and limits that
             work. Or *program* is none, a device is unknown or not there, limits are none, a link, the memory of a
-            device or the arithmetic of an element type is missing, or a pattern names no module. Nothing has changed
-            then.
+            device or the arithmetic of an element type is missing, a pattern names no module, or options have
+            ``shares`` and the program has one replica or fixed sizes. Nothing has changed then.
     """
     require_program(program, Balance.name)
     given = build(
