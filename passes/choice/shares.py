@@ -23,7 +23,7 @@ from graphir.ir.device import Device
 from graphir.ir.program import Program
 from graphir.ir.shares import divided, read_shares
 
-from ..replicas import batches_of, divided_anew
+from ..replicas import batches_of
 from .asked import Asked
 
 __all__ = ["likely_shares"]
@@ -93,10 +93,11 @@ def likely_shares(asked: Asked) -> list[tuple[int, ...]]:
         if len(program.replicas) == 1:
             fix = "replicate it over several devices, or leave shares out"
             raise PassError(f"program {program.name!r} has one replica, which takes all of the batch", fix=fix)
-        curves = _curves(asked, batches_of(program, program.dims, program.replicas))
+        batches = batches_of(program, program.dims, program.replicas)
+        curves = _curves(asked, batches)
     except PassError as e:
         raise PassError(f"balance: {e.what}", fix=f"{e.fix} of options") from None
-    found = [_least(program, rows, most) for rows, most in curves.likely()]
+    found = [_least(program, batches, rows, most) for rows, most in curves.likely()]
     return [shares for shares in dict.fromkeys(found) if shares not in ((), program.shares)]
 
 
@@ -127,18 +128,15 @@ def _home(program: Program, prefix: str) -> Device:
     return Counter([op.device for op in own if not op.device.is_host]).most_common(1)[0][0]
 
 
-def _least(program: Program, rows: Rows, most: Rows) -> tuple[int, ...]:
-    """The smallest shares that divide all *rows* about so, and give no replica more than *most*, in lowest terms; none
-    where all would be equal, or where the program takes no such rows."""
+def _least(program: Program, batches: Sequence[str], rows: Rows, most: Rows) -> tuple[int, ...]:
+    """The smallest shares, in lowest terms, that divide all *rows* about so, give no replica more than *most*, and
+    leave each as many as the program takes; none where all would be equal, or there are none."""
     found: list[tuple[float, tuple[int, ...]]] = []
     for number in range(len(rows), _LARGEST + 1):
         shares = tuple([max(round(share), 1) for share in (rows * number / rows.sum()).tolist()])
-        counts = np.array(divided(round(rows.sum()), shares))
-        if counts.all() and (counts <= most).all():
+        counts = divided(round(rows.sum()), shares)
+        dims = {**program.dims, **dict(zip(batches, counts, strict=True))}
+        if 0 not in counts and (counts <= most).all() and all(guard.holds(dims) for guard in program.guards):
             found.append((max(counts / rows), shares))
     nearest = min([excess for excess, _ in found], default=0.0)
-    shares = next((read_shares(shares, len(shares)) for excess, shares in found if excess <= _CLOSE * nearest), ())
-    if shares:
-        dims = divided_anew(program, shares).dims
-        shares = shares if all(guard.holds(dims) for guard in program.guards) else ()
-    return shares
+    return next((read_shares(shares, len(shares)) for excess, shares in found if excess <= _CLOSE * nearest), ())
