@@ -390,7 +390,7 @@ LINKLESS = graphir.Topology(
         ({"limits": {"gpu:0": 10**9}, "topology": "h300x8"}, "no topology has the name 'h300x8'"),
         (
             {"limits": {"gpu:0": 10**9}, "options": ["teleport"]},
-            "'recompute', 'state', 'updates' or 'share_storage'",
+            "'recompute', 'state', 'updates', 'share_storage' or 'shares'",
         ),
         ({"limits": {"gpu:0": 10**9}, "pin": {"nothing": 0}}, "no module of program"),
         ({"limits": {"gpu:0": 10**9}, "pin": {"fc1": 5}}, "pinned to gpu:5, which no limit names"),
