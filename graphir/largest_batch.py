@@ -174,7 +174,7 @@ def largest_batch(
         program: captured, replicated or sharded, whose sizes follow the batch.
         limits: as :func:`graphir.passes.balance` takes them.
         topology: likewise.
-        options: likewise; each is a row.
+        options: likewise, without ``shares``; each is a row.
         devices: likewise.
         seconds: how long each placement is searched for; some 25 are.
         evaluations: how many placements are looked at instead, each time: equal numbers give equal results for equal
@@ -201,6 +201,11 @@ def largest_batch(
         check_threads(threads)
     except GraphirError as e:
         raise PassError(f"largest_batch: {e.what}", fix=e.fix) from None
+    if "shares" in given.options:
+        raise PassError(
+            "largest_batch: options have 'shares', and every batch is divided by the program's own shares",
+            fix="leave 'shares' out; passes.replicate(program, devices, shares=…) gives replicas other shares first",
+        )
     given.require_order(program)
     require_captured(program, "largest_batch")
     count = torch.get_num_threads() if threads is None else threads

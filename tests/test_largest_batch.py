@@ -247,6 +247,12 @@ def unnamed() -> graphir.Topology:
             "gpu:0 lacks ",
             "limits={'gpu:0': ",
         ),
+        (
+            lambda p: p,
+            {"options": ["park", "shares"]},
+            "largest_batch: options have 'shares', and every batch is divided by the program's own shares",
+            "leave 'shares' out; ",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(
