@@ -224,7 +224,7 @@ def test_a_refusal_names_what_the_machine_has() -> None:
         program = trained()
         with pytest.raises(PassError) as refusal:
             passes.balance(program, {0: "1 KiB"}, options=["park"], evaluations=5)
-        assert str(refusal.value.fix).endswith("; or allow more options")
+        assert "; or allow more options" in str(refusal.value.fix)
         with pytest.raises(PassError) as refusal:
             passes.balance(program, {0: "1 KiB"}, evaluations=5)
         assert str(refusal.value.fix).endswith("; or take smaller batches") and "gpu:0 has" not in str(refusal.value)

@@ -87,7 +87,10 @@ def test_devices_of_limits_and_of_options_are_told_apart(program: Program) -> No
 
 def test_callers_of_balance_say_what_their_callers_can_do(program: Program) -> None:
     least = passes.build(passes.Balance, limits={0: 10}, topology="h200x8", pin={"": 0}, evaluations=2)
-    assert said(lambda: least(program)).fix.endswith("; or name more devices in limits, pin less")
+    assert said(lambda: least(program)).fix.endswith(
+        "; or name more devices in limits, pin less, let updates run on the host, with the bits of its kernels "
+        "('updates' among options)"
+    )
     assert said(lambda: least.balanced(program, remedy="use less")).fix.endswith("; or use less")
 
 

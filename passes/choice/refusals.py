@@ -128,10 +128,10 @@ def _ways(asked: Asked, refused: Refused) -> str:
     spare = spare or place.host is not None
     found = ["name more devices in limits"] * spare
     found += ["allow more options"] * (not {*OPTIONS} <= {*asked.options})
-    if "updates" not in asked.options and Step(asked.program, None, 1).updated.any():
-        found.append("add 'updates' to options, which runs updates on the host, with the bits of its kernels")
-    found += ["let replicas have unlike shares ('shares' among options)"] * asked.may_divide()
     found += ["pin less"] * bool(asked.pin)
+    found += ["let replicas have unlike shares ('shares' among options)"] * asked.may_divide()
+    if "updates" not in asked.options and Step(asked.program, None, 1).updated.any():
+        found.append("let updates run on the host, with the bits of its kernels ('updates' among options)")
     batches = [size for dim, size in asked.program.dims.items() if base_name(dim) == BATCH]
     smaller = "a smaller model, or devices that hold more" if set(batches) == {1} else "smaller batches"
     return ", ".join(found or [f"take {smaller}"])

@@ -117,7 +117,7 @@ def test_memory_that_equal_shares_exceed_is_kept_by_unlike_ones() -> None:
     limits = {"gpu:0": int(1.4 * held["gpu:0"]), "gpu:1": int(0.75 * held["gpu:1"])}
     with pytest.raises(PassError, match="gpu:1 lacks") as refusal:
         balance(program, limits, topology=machine, options=["share_storage"])
-    assert refusal.value.fix.endswith(", allow more options, let replicas have unlike shares ('shares' among options)")
+    assert ", allow more options, let replicas have unlike shares ('shares' among options)" in refusal.value.fix
     found = balance(program, limits, topology=machine, options=["share_storage", "shares"])
     assert found.shares[0] > found.shares[1] and found.pipeline.startswith("replicate{devices=[0, 1], shares=")
     assert all(use.after <= limits[use.device] for use in found.devices if use.limit)
@@ -189,7 +189,7 @@ def test_a_refusal_says_by_which_shares_its_limits_work() -> None:
     assert f"works by shares={shares} (" in said.fix
     again = passes.replicate(program, devices=[0, 1], shares=shares)
     balance(again, {device: int(nbytes) for device, nbytes in works.items()}, topology=machine, options=[])
-    assert shares[0] > shares[1] and said.fix.endswith("or name more devices in limits, allow more options")
+    assert shares[0] > shares[1] and "or name more devices in limits, allow more options" in said.fix
 
 
 def test_ctrl_c_ends_all_of_it_with_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def test_updates_run_on_the_host_for_those_who_ask() -> None:
     program = adam(256, 512)
     there = passes.park(program, [f"**.{kind}" for kind in KINDS], "cpu", update_there=True)
     limit = by_hand.held(there)["gpu:0"]
-    with pytest.raises(PassError, match="add 'updates' to options, which runs updates on the host"):
+    with pytest.raises(PassError, match="let updates run on the host, with the bits of its kernels"):
         passes.balance(program, {"gpu:0": limit}, topology=H200, options=["state"], evaluations=20)
     found = passes.balance(program, {"gpu:0": limit}, topology=H200, options=["updates"], evaluations=20)
     assert "update_there=true" in found.pipeline
