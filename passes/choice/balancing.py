@@ -255,7 +255,7 @@ class Balancing:
         for attempt, choice in self.candidates(attempts):
             found.append((attempt, self.plans.of(attempt.grouped, choice)))
         best = min(attempts, key=lambda attempt: attempt.rank)
-        unlike = self.unlike(best, [one.choice for of, one in found if of is best])
+        unlike = self.unlike(best, attempts, [one.choice for of, one in found if of is best])
         for choice in (*unlike, *best.found.others[-1:]):
             if self.slow(found) and all(one.choice != choice for _, one in found):
                 found.append((best, self.plans.of(best.grouped, choice)))
@@ -273,10 +273,12 @@ class Balancing:
         fitting = [(one.seconds, attempt.outcomes(one.choice).seconds) for attempt, one in self.fitting(found)]
         return bool(fitting) and all(seconds > _SAID * said for seconds, said in fitting)
 
-    def unlike(self, attempt: Attempt, tried: Sequence[Choice]) -> list[Choice]:
-        """Some of the next best choices that have a good part of the groups elsewhere than those that were tried."""
-        found = list(tried)
-        for choice in attempt.found.others:
+    def unlike(self, best: Attempt, attempts: Sequence[Attempt], tried: Sequence[Choice]) -> list[Choice]:
+        """Some of the next best choices of the groups of the best attempt that have a good part of the groups elsewhere
+        than those that were tried."""
+        found, alike = list(tried), [attempt for attempt in attempts if attempt.grouped is best.grouped]
+        others = {choice for attempt in alike for choice in (attempt.found.choice, *attempt.found.others)}
+        for choice in sorted(others, key=lambda choice: (best.outcomes(choice).over, best.outcomes(choice).seconds)):
             if all(_elsewhere(choice, other) >= _UNLIKE * len(choice.devices) for other in found):
                 found.append(choice)
         return found[len(tried) : len(tried) + _KINDS]

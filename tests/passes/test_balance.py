@@ -9,7 +9,6 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -239,7 +238,7 @@ def test_a_group_is_parked_of_which_another_one_computes_something_again(replica
 
 def test_where_plans_are_slower_than_their_groups_say_unlike_ones_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     program, estimated, made = trained(models.gpt(layers=4)), plans.estimated, plans.Plans.made
-    limits = limited(program, 0.5)
+    limits = limited(program, 0.75)
     monkeypatch.setattr("graphir.passes.choice.balancing._MANY", 0)  # as of a large program
     tried: dict[float, list[Choice]] = {0.5: [], 2.0: []}
     for slower, found in tried.items():
@@ -255,10 +254,11 @@ def test_where_plans_are_slower_than_their_groups_say_unlike_ones_are_planned(mo
         monkeypatch.setattr(plans, "estimated", slowed)
         monkeypatch.setattr(plans.Plans, "made", noted)
         balance(program, limits, evaluations=600)
-    assert len(tried[2.0]) > len(tried[0.5])
-    for choice, other in combinations(tried[2.0][:-1], 2):  # the last one is plain, like which another may be
-        apart = sum(a != b for a, b in zip(choice.devices, other.devices, strict=True))
-        assert apart >= 0.1 * len(choice.devices)
+    more = [choice for choice in tried[2.0] if choice not in tried[0.5]]
+    assert more
+    for choice in more:
+        apart = [sum(a != b for a, b in zip(choice.devices, other.devices, strict=True)) for other in tried[0.5]]
+        assert min(apart) >= 0.1 * len(choice.devices)
 
 
 def test_where_the_plain_choice_is_the_fastest_plan_another_search_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
