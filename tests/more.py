@@ -35,9 +35,7 @@ class Asked(NamedTuple):
         """Seconds of the step that a balance finds within so many times the limits; infinite ones where it refuses."""
         limits = {device: int(times * nbytes) for device, nbytes in self.limits.items()}
         try:
-            found = passes.balance(
-                self.program, limits, topology=self.topology, evaluations=evaluations, **options
-            )
+            found = passes.balance(self.program, limits, topology=self.topology, evaluations=evaluations, **options)
         except PassError as refusal:
             assert "no placement within the limits was found" in refusal.what
             return inf

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -258,18 +258,26 @@ class Line:
     def polish(self, until: int) -> None:
         """Try each group everywhere, until no change of one helps, or so many choices were looked at. The next time
         goes on where this one has ended."""
-        while self.unhelpful < len(self.groups) and self.tries < until:
-            i, self.at = self.at, (self.at + 1) % len(self.groups)
-            self.unhelpful += 1
-            group = self.groups[i]
-            for device in group.devices:
-                for stored in dict.fromkeys((KEEP, self.best.stored[i], *group.stored)):
-                    if stored == device or (device == self.best.devices[i] and stored == self.best.stored[i]):
-                        continue
-                    if device != self.best.devices[i] and stored not in (KEEP, self.best.stored[i], AGAIN):
-                        continue
-                    changed = Choice(
-                        (*self.best.devices[:i], device, *self.best.devices[i + 1 :]),
-                        (*self.best.stored[:i], stored, *self.best.stored[i + 1 :]),
-                    )
-                    self.tried(allowed(self.groups, changed))
+        while self.unhelpful < len(self.groups):
+            before = self.least
+            for choice in self.singles(self.at):
+                if self.tries >= until:
+                    return
+                self.tried(choice)
+            self.at = (self.at + 1) % len(self.groups)
+            self.unhelpful = 0 if self.least < before else self.unhelpful + 1
+
+    def singles(self, number: int) -> Iterator[Choice]:
+        """The best choice with one group changed."""
+        group = self.groups[number]
+        for device in group.devices:
+            for stored in dict.fromkeys((KEEP, self.best.stored[number], *group.stored)):
+                devices, kinds = self.best
+                if stored == device or (device == devices[number] and stored == kinds[number]):
+                    continue
+                if device != devices[number] and stored not in (KEEP, kinds[number], AGAIN):
+                    continue
+                changed = Choice(
+                    (*devices[:number], device, *devices[number + 1 :]), (*kinds[:number], stored, *kinds[number + 1 :])
+                )
+                yield allowed(self.groups, changed)

@@ -71,6 +71,9 @@ _KINDS: Final = 3
 _UNLIKE: Final = 0.1
 """How many of the next best choices are tried where the best ones are not, and what part of the groups is elsewhere."""
 
+_ASIDE: Final = 4
+"""How many choices are found with fewer options and within smaller limits, at most."""
+
 _OTHERS: Final = 2
 _OTHERS_IN_PARTS: Final = 4
 _MANY: Final = 1_500
@@ -260,7 +263,7 @@ class Balancing:
         """Whether there is time for plans between rounds."""
         if self.asked.budget.evaluations is not None:
             return True
-        return self.emitting + self.plan * (1 + self.others()) <= _BETWEEN * (time.perf_counter() - begun)
+        return self.emitting + self.plan * self.most_candidates() <= _BETWEEN * (time.perf_counter() - begun)
 
     def starts(self, grouped: Grouped) -> list[Choice]:
         """What a search among some groups begins with beside plain choices."""
@@ -272,8 +275,12 @@ class Balancing:
         begun = time.perf_counter()
         self.plans.of(self.grouped, self.grouped.problem.now())
         self.plan = time.perf_counter() - begun
-        plans = (1 + self.others()) * self.plan
+        plans = self.most_candidates() * self.plan
         self.searches.leave(max(plans - _ON_TOP * self.asked.budget.seconds, 0.0) - self.plan)
+
+    def most_candidates(self) -> int:
+        """How many choices become plans after one round, at most."""
+        return 1 + _ASIDE + self.others()
 
     def others(self) -> int:
         """How many of the next best choices are worth a plan."""

@@ -1,4 +1,4 @@
-"""What more evaluations, larger limits and more options do to the steps that `passes.balance` finds: none is to be longer."""
+"""What more evaluations, larger limits and more options do to the steps of `passes.balance`: none gets longer."""
 
 from __future__ import annotations
 
