@@ -46,8 +46,7 @@ def problem(seed: int) -> Asked:
     """A small step on one to four devices, in one, two or four micro-batches."""
     rng = Random(seed)
     parts = rng.choice([1, 1, 2, 4])
-    kind = rng.choice([*by_hand.KINDS, "units"])
-    program = by_hand.units(rng, 5) if kind == "units" else by_hand.blocks(kind, rng.randint(2, 6), parts)
+    program = by_hand.unlike(rng.choice(by_hand.KINDS), rng, rng.randint(3, 3 + 4 // parts), parts)
     share, devices = rng.choice(_SHARES), rng.choice([1, 2, 2, 3, 4])
     topology = rng.choice([graphir.Topology.named("h200x8"), _UNLIKE])
     need = graphir.memory(passes.emit(program), threads=1, profile=None).peak["gpu:0"]
