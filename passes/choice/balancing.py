@@ -116,6 +116,7 @@ class Balancing:
         nearest: the one that exceeds the limits least.
         plan: seconds that one plan takes.
         emitting: seconds that all took so far.
+        interrupted: whether Ctrl-C ended the making of plans.
         figures: makes the report.
         emits: whether peaks and seconds are those of an emitted plan.
 
@@ -147,6 +148,7 @@ class Balancing:
         self.hand: Hand | None = None
         self.last_hand: Hand | None = None
         self.plan = self.emitting = 0.0
+        self.interrupted = False
         self.emits = len(self.program.step.ops) <= _MOST_EMITTED
 
     def reading(self) -> Reading:
@@ -182,6 +184,7 @@ class Balancing:
         except KeyboardInterrupt:  # as in a search: the best so far
             if not self.fits:
                 raise
+            self.interrupted = True
         best = self.hands.best
         if best is not None and best is not self.last_hand:
             self.last_hand = best
@@ -245,6 +248,8 @@ class Balancing:
         regroups = self.emits and "recompute" in self.asked.options
         attempts: list[Attempt] = []
         for attempts in self.searches.rounds(regroups=regroups, starts=self.starts):
+            if self.interrupted:
+                break
             if not self.emits:
                 continue
             if self.searches.ended or self.is_quick(begun):
@@ -253,7 +258,7 @@ class Balancing:
                 self.try_by_hand(_BY_HAND if self.fits else _BY_HAND + _BEFORE_A_REFUSAL)
             elif self.searches.ended and not self.fits:
                 self.try_by_hand(_BEFORE_A_REFUSAL)
-            if self.fits and any_will_do:
+            if self.interrupted or (self.fits and any_will_do):
                 break
             near = any(attempt.found.outcome.over <= _HOPELESS for attempt in attempts)
             self.searches.wanting = near and not self.fits
@@ -303,6 +308,7 @@ class Balancing:
         except KeyboardInterrupt:  # as in a search: the best so far
             if not self.fits:
                 raise
+            self.interrupted = True
         for attempt in attempts:
             self.hold_more(attempt)
         self.emitting += time.perf_counter() - begun

@@ -18,6 +18,7 @@ import pytest
 import torch
 from graphir.passes.choice import moves, plans
 from graphir.passes.choice.bound import bound_of, lower_bound
+from graphir.passes.choice.by_hand import ByHand
 from graphir.passes.choice.outcome import Outcomes
 from graphir.passes.choice.problem import AGAIN, KEEP, Choice
 from graphir.passes.choice.search import search
@@ -253,14 +254,13 @@ def test_where_plans_are_slower_than_their_groups_say_unlike_ones_are_planned(mo
         monkeypatch.setattr(plans, "estimated", slowed)
         monkeypatch.setattr(plans.Plans, "made", noted)
         balance(program, limits, evaluations=600)
-    unlike = {0.5: 0, 2.0: 0}
-    for slower, found in tried.items():
-        for number, choice in enumerate(found):
-            apart = [
-                sum(a != b for a, b in zip(choice.devices, other.devices, strict=True)) for other in found[:number]
-            ]
-            unlike[slower] += all(count >= 0.1 * len(choice.devices) for count in apart)
-    assert len(tried[2.0]) > len(tried[0.5]) and unlike[2.0] > unlike[0.5]
+    more, found = [choice for choice in tried[2.0] if choice not in tried[0.5]], tried[2.0]
+    elsewhere = []
+    for choice in more:
+        same = [other for other in found[: found.index(choice)] if len(other.devices) == len(choice.devices)]
+        apart = [sum(a != b for a, b in zip(choice.devices, other.devices, strict=True)) for other in same]
+        elsewhere.append(min(apart, default=0) >= 0.1 * len(choice.devices))
+    assert any(elsewhere)
 
 
 def test_modules_are_kept_whole() -> None:
@@ -614,6 +614,7 @@ def test_ctrl_c_while_plans_are_made_ends_with_the_best_so_far(after: int, monke
 
     monkeypatch.setattr(plans.Plans, "made", interrupted)
     if after == 1:  # nothing within the limits is known yet
+        monkeypatch.setattr(ByHand, "tried", lambda self: iter(()))
         with pytest.raises(KeyboardInterrupt):
             balance(program, limited(program, 0.7), evaluations=100)
     else:
