@@ -13,6 +13,7 @@ import by_hand
 import graphir
 from graphir import Program, passes
 from graphir.errors import PassError
+from graphir.ir.device import DeviceName
 
 __all__ = ["BUDGETS", "LIMITS", "OPTIONS", "Asked", "problem", "steps", "worst"]
 
@@ -33,7 +34,7 @@ class Asked(NamedTuple):
 
     def step(self, evaluations: int, times: float = 1.0, **options: Any) -> float:
         """Seconds of the step that a balance finds within so many times the limits; infinite ones where it refuses."""
-        limits = {device: int(times * nbytes) for device, nbytes in self.limits.items()}
+        limits: dict[DeviceName, int | str] = {device: int(times * nbytes) for device, nbytes in self.limits.items()}
         try:
             found = passes.balance(self.program, limits, topology=self.topology, evaluations=evaluations, **options)
         except PassError as refusal:
