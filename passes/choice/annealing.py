@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -50,19 +50,34 @@ _TRIES: Final = 80
 """How many choices one annealing looks at, for each group, at most."""
 
 
+_SHORTEST: Final = 31
+"""Choices of a round, at least, however little time is left."""
+
+
 class Late(Exception):
     """The time of a search is spent."""
 
 
 @dataclass
 class Clock:
-    """Says when the time of searches is spent.
+    """Says when the time of searches is spent, and how long rounds may be.
 
     Attributes:
-        until: as :func:`time.perf_counter` has it.
+        until: when the time is spent, as :func:`time.perf_counter` has it; never by default.
+        pace: seconds of one choice in the newest round.
     """
 
-    until: float = 0.0
+    until: float = math.inf
+    pace: float = 0.0
+
+    def round(self, count: int, go_on: Callable[[int], None]) -> None:
+        """Go on for so many choices, or for as many as there is time for: an annealing that is cut off ends hot."""
+        begun = time.perf_counter()
+        if self.pace and math.isfinite(self.until):
+            count = min(count, max(round((self.until - begun) / self.pace), _SHORTEST))
+        go_on(count)
+        if count:
+            self.pace = (time.perf_counter() - begun) / count
 
 
 class Line:
@@ -74,7 +89,7 @@ class Line:
         factor: by which its limits are multiplied.
         plain: what it begins with.
         seed: of its random changes.
-        clock: says when its time is spent; None: never.
+        clock: says when its time is spent.
 
     Attributes:
         limits: by device, the most bytes that it may hold; None: any number.
@@ -91,7 +106,7 @@ class Line:
         factor: float,
         plain: Iterable[Choice],
         seed: int,
-        clock: Clock | None,
+        clock: Clock,
     ) -> None:
         self.problem, self.outcomes, self.groups, self.clock = outcomes.problem, outcomes, groups, clock
         self.random = random.Random(seed)
@@ -148,7 +163,7 @@ class Line:
         Raises:
             Late: the time is spent.
         """
-        if self.clock is not None and time.perf_counter() >= self.clock.until:
+        if time.perf_counter() >= self.clock.until:
             raise Late
         self.tries += 1
         found = self.rank(choice)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final, NamedTuple, Protocol
 
 from .groups import Grouped, apart
@@ -113,7 +114,7 @@ class Attempts:
         self.spent, self.eases = time.perf_counter() - begun, 0
         self.looked = 0
         self.wanting = self.ended = self.longer = False
-        self.clock = None if budget.evaluations is not None else Clock()
+        self.clock = Clock()
         self.searches: dict[tuple[int, bool], tuple[Grouped, Search]] = {}
 
     @property
@@ -132,13 +133,13 @@ class Attempts:
         the limits, among fewer and larger ones, too, if it *regroups*. Where tails save much, there is one with these
         apart. Each round begins also with the *starts* of groups that are known then."""
         regroups = regroups and self.parts == 1 and len(self.grouped.problem.groups) > min(_FEWER)
-        if self.clock is not None:
+        if self.budget.evaluations is None:
             seconds = self.budget.seconds
             self.clock.until = time.perf_counter() + max(seconds - self.spent, _LEAST * seconds)
         lengths = pauses()
         most = next(lengths)
         while not self.ended:
-            self.round(most - self.looked, starts, regroups=regroups)
+            self.clock.round(most - self.looked, partial(self.round, starts=starts, regroups=regroups))
             self.looked, most = most, next(lengths)
             late = any(search.late for _, search in self.searches.values())
             evaluations = self.budget.evaluations
@@ -151,14 +152,14 @@ class Attempts:
 
     def lengthened(self, most: int) -> bool:
         """Whether a longer budget, which there is once where time is the budget, has another round."""
-        if self.clock is None:
-            return most <= _WANTING * (self.budget.evaluations or 0)
+        if self.budget.evaluations is not None:
+            return most <= _WANTING * self.budget.evaluations
         if self.longer:
             return False
         self.longer, self.clock.until = True, time.perf_counter() + (_WANTING - 1) * self.budget.seconds
         return True
 
-    def round(self, count: int, starts: Callable[[Grouped], Sequence[Choice]], *, regroups: bool) -> None:
+    def round(self, count: int, *, starts: Callable[[Grouped], Sequence[Choice]], regroups: bool) -> None:
         """One round, in which so many choices are looked at."""
         grouped, first = self.searched(self.most, tails=False)
         for choice in starts(grouped):

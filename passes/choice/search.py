@@ -39,8 +39,8 @@ _CUTS: Final = 3
 _TIGHTER: Final = (0.8, 0.9)
 """By what the limits of some lines are multiplied."""
 
-_ASIDE: Final = 0.1
-"""The part of a run for each line that has fewer options, or smaller limits."""
+_ASIDE: Final = 0.05
+"""The part of a round for each line that has fewer options, or smaller limits."""
 
 _HOPELESS: Final = 0.1
 _FAIR: Final = 2
@@ -94,12 +94,12 @@ def search(
 
     Ctrl-C ends the search early, with the best so far.
     """
-    clock = None if evaluations is not None else Clock(time.perf_counter() + seconds)
+    clock = Clock() if evaluations is not None else Clock(time.perf_counter() + seconds)
     found, looked = Search(outcomes, seed, starts, clock), 0
     for most in pauses():
         if found.late or found.interrupted or (evaluations is not None and most > evaluations):
             break
-        found.go_on(most - looked)
+        clock.round(most - looked, found.go_on)
         looked = most
     return found.found()
 
@@ -111,7 +111,7 @@ class Search:
         outcomes: of the problem of what is placed.
         seed: of the random changes.
         starts: choices to begin with, beside the plain ones.
-        clock: says when its time is spent; None: never.
+        clock: says when its time is spent; never by default.
 
     Attributes:
         lines: the last one has all options and the limits.
@@ -123,7 +123,7 @@ class Search:
     def __init__(
         self, outcomes: Outcomes, seed: int = 0, starts: Sequence[Choice] = (), clock: Clock | None = None
     ) -> None:
-        self.outcomes, self.problem = outcomes, outcomes.problem
+        self.outcomes, self.problem, clock = outcomes, outcomes.problem, clock or Clock()
         self.more = [0] * len(self.problem.devices)
         self.late = self.interrupted = False
         plain = Plain(outcomes)
