@@ -48,9 +48,9 @@ class Wanted(NamedTuple):
     whole: Mapping[str, str]
 
 
-@dataclass
+@dataclass(eq=False)
 class Grouped:
-    """A problem, and what its groups stand for in the program.
+    """A problem, and what its groups stand for in the program; equal to itself alone.
 
     Attributes:
         problem: what is to be placed.
