@@ -236,9 +236,18 @@ def test_a_group_is_parked_of_which_another_one_computes_something_again(replica
     assert found
 
 
-def test_where_plans_are_slower_than_their_groups_say_more_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def unlike(choice: Choice, other: Choice) -> bool:
+    """Whether choices are of different groups, or have a tenth of these on different devices."""
+    apart = sum(a != b for a, b in zip(choice.devices, other.devices, strict=False))
+    return len(choice.devices) != len(other.devices) or apart >= 0.1 * len(choice.devices)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_where_plans_are_slower_than_their_groups_say_unlike_ones_are_planned(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program, estimated, made = trained(models.gpt(layers=4)), plans.estimated, plans.Plans.made
-    limits = limited(program, 0.5)
+    limits = limited(program, share)
     monkeypatch.setattr("graphir.passes.choice.balancing._MANY", 0)  # as of a large program
     tried: dict[float, list[Choice]] = {0.5: [], 2.0: []}
     for slower, found in tried.items():
@@ -253,8 +262,10 @@ def test_where_plans_are_slower_than_their_groups_say_more_are_planned(monkeypat
 
         monkeypatch.setattr(plans, "estimated", slowed)
         monkeypatch.setattr(plans.Plans, "made", noted)
-        balance(program, limits, evaluations=600)
-    assert len(tried[2.0]) > len(tried[0.5])
+        balance(program, limits, evaluations=125)
+    more = [(choice, tried[2.0][:number]) for number, choice in enumerate(tried[2.0]) if choice not in tried[0.5]]
+    alike = [len(choice.devices) for choice, before in more if not all(unlike(choice, other) for other in before)]
+    assert more and len(alike) == len(set(alike))  # of each number of groups the plain one alone may be alike
 
 
 def test_modules_are_kept_whole() -> None:
