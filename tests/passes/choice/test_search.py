@@ -9,7 +9,7 @@ from itertools import islice, pairwise
 import pytest
 from graphir.passes.choice.outcome import Outcome, Outcomes
 from graphir.passes.choice.problem import AGAIN, KEEP, Choice, Problem
-from graphir.passes.choice.search import Found, Search, pauses, search
+from graphir.passes.choice.search import Clock, Found, Search, pauses, search
 from instances import INSTANCES, Instance, instance
 
 
@@ -56,6 +56,15 @@ def test_a_search_ends_when_its_seconds_are_spent() -> None:
     found = search(Outcomes(instance(INSTANCES[0])), seconds=0.05)
     assert found.evaluated and time.perf_counter() - begun < 5
     assert search(Outcomes(instance(INSTANCES[0])), seconds=0.0).choice
+
+
+def test_a_round_is_as_long_as_there_is_time_for() -> None:
+    counts: list[int] = []
+    for count, pace in ((5_000, 0.1), (50, 0.1), (5_000, 0.0), (5_000, 1e6)):
+        Clock(time.perf_counter() + 100, pace).round(count, counts.append)
+    assert 500 < counts[0] <= 1000 and counts[1:] == [50, 5_000, 31]
+    Clock(pace=1e6).round(5_000, counts.append)
+    assert counts[-1] == 5_000
 
 
 @pytest.mark.parametrize("given", [INSTANCES[2], INSTANCES[9]], ids=lambda given: given.name)
