@@ -111,7 +111,7 @@ class Balancing:
         hands: the plans of a person.
         trying: tries those that were not tried so far.
         hand: the fastest of them that keeps within the limits, in its fastest order.
-        tried: by groups and choice, what it comes to as a plan.
+        tried: by outcomes of groups and choice, what it comes to as a plan.
         best: the fastest of these that keeps within the limits, in its fastest order.
         nearest: the one that exceeds the limits least.
         plan: seconds that one plan takes.
@@ -142,7 +142,7 @@ class Balancing:
         self.hands = self.by_hand()
         self.trying = self.hands.tried()
         self.figures = Figures(asked, self.wanted.pins, self.searches, self.plans)
-        self.tried: dict[tuple[Grouped, Choice], _Tried] = {}
+        self.tried: dict[tuple[Outcomes, Choice], _Tried] = {}
         self.best: tuple[Attempt, Emitted] | None = None
         self.nearest: tuple[Attempt, Emitted] | None = None
         self.hand: Hand | None = None
@@ -301,7 +301,7 @@ class Balancing:
             for attempt, choice in self.candidates(attempts):
                 self.emit(attempt, choice)
             best = min(attempts, key=lambda attempt: attempt.rank)
-            tried = [choice for grouped, choice in self.tried if grouped is best.grouped]
+            tried = [choice for outcomes, choice in self.tried if outcomes is best.outcomes]
             for choice in (*self.unlike(best, tried), *best.found.others[-1:]):
                 if self.slow():
                     self.emit(best, choice)
@@ -315,7 +315,7 @@ class Balancing:
 
     def emit(self, attempt: Attempt, choice: Choice) -> None:
         """Know a choice as a plan; the fastest that keeps within the limits is kept, in its fastest order."""
-        key = attempt.grouped, choice
+        key = attempt.outcomes, choice
         if key in self.tried:
             return
         one = self.plans.of(attempt.grouped, choice)
@@ -359,7 +359,7 @@ class Balancing:
     def hold_more(self, attempt: Attempt) -> None:
         """Let the search go on with devices that hold more than its groups say, where the plan of its best choice
         exceeds the limits."""
-        tried = self.tried.get((attempt.grouped, attempt.found.choice))
+        tried = self.tried.get((attempt.outcomes, attempt.found.choice))
         if tried is None or tried.fits or attempt.found.outcome.over > _HOPELESS:
             return
         excess = self.plans.over(tried.peaks)
@@ -368,7 +368,7 @@ class Balancing:
             for name, expected in zip(attempt.problem.devices, attempt.found.outcome.peaks, strict=True)
         ]
         if any(more):
-            plans = [(one.peaks, choice) for (of, choice), one in self.tried.items() if of is attempt.grouped]
+            plans = [(one.peaks, choice) for (of, choice), one in self.tried.items() if of is attempt.outcomes]
             self.searches.hold(attempt, more, min(plans, key=lambda pair: self.plans.excess(pair[0]))[1])
 
     def refused(self, attempt: Attempt, choice: Choice) -> Refused:

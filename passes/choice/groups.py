@@ -48,9 +48,9 @@ class Wanted(NamedTuple):
     whole: Mapping[str, str]
 
 
-@dataclass(eq=False)
+@dataclass
 class Grouped:
-    """A problem, and what its groups stand for in the program; equal to itself alone.
+    """A problem, and what its groups stand for in the program.
 
     Attributes:
         problem: what is to be placed.
