@@ -219,7 +219,8 @@ def balance(
         int | None,
         typer.Option(
             min=1,
-            help="How many placements to look at instead: equal runs for equal figures (of a host, by --topology).",
+            help="How many placements to look at instead, at most: equal runs for equal figures (of a host, by"
+            " --topology), and no longer steps for larger numbers.",
         ),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to save the placed program.")] = None,

@@ -204,8 +204,9 @@ def balance(
             moves the others. Accelerate's ``device_map`` is one, if it leaves nothing on disk.
         whole: patterns of modules that are not taken apart.
         seconds: how long to search.
-        evaluations: how many placements to look at instead: equal numbers and seeds give equal programs, for equal
-            figures of the machine; those of a host are measured once a process.
+        evaluations: how many placements beside plain ones to look at instead, at most: equal numbers and seeds give
+            equal programs, and larger numbers no longer steps, for equal figures of the machine; those of a host are
+            measured once a process.
         seed: of the search's random changes.
         profile: what :func:`graphir.profile` measured on that machine; shapes alone by default. ``cached``: what this
             machine's file has, if the topology was measured here.

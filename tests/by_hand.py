@@ -15,28 +15,28 @@ import graphir
 from graphir import Program, passes
 from graphir.errors import PassError
 
-__all__ = ["KINDS", "Kind", "Where", "blocks", "every_placement", "held", "placed", "units", "whats"]
+__all__ = ["KINDS", "Kind", "Where", "blocks", "every_placement", "held", "placed", "units", "unlike", "whats"]
 
 Kind: TypeAlias = Literal["convolutional", "mlp", "transformer"]
 KINDS: tuple[Kind, ...] = ("convolutional", "mlp", "transformer")
 
 
 class Convolutions(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 8, hidden: int = 8) -> None:
         super().__init__()
-        self.norm = nn.GroupNorm(2, 8)
-        self.first, self.second = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norm = nn.GroupNorm(2, width)
+        self.first, self.second = nn.Conv2d(width, hidden, 3, padding=1), nn.Conv2d(hidden, width, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.second(F.gelu(self.first(self.norm(x))))
 
 
 class Attention(nn.Module):
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width: int = 32, hidden: int = 128) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = [t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1)]
@@ -90,13 +90,24 @@ class Where(NamedTuple):
 
 def units(rng: Random, count: int, accumulate: int = 1) -> Program:
     """A training step of so many unlike blocks."""
+    return unlike("mlp", rng, count, accumulate)
+
+
+def unlike(kind: Kind, rng: Random, count: int, accumulate: int = 1) -> Program:
+    """A training step of so many unlike blocks of one kind, large enough to keep an H200 busy."""
     width = rng.choice([64, 256, 1024])
     hidden = [rng.choice([width // 2, width, 2 * width, 4 * width]) for _ in range(count)]
+    block = {"convolutional": Convolutions, "mlp": Residual, "transformer": Attention}[kind]
     with torch.device("meta"):
-        model = nn.Sequential(*[Residual(width, size) for size in hidden])
-        x = torch.empty(rng.choice([1024, 4096]), width)
-    kind = rng.choice([torch.optim.SGD, torch.optim.Adam])
-    optimizer = kind(model.parameters(), lr=0.1)
+        model = nn.Sequential(*[block(width, size) for size in hidden])
+        rows = rng.choice([1024, 4096])
+        shape = {
+            "convolutional": (64, width, 14, rows // 64),
+            "mlp": (rows, width),
+            "transformer": (16, rows // 8, width),
+        }
+        x = torch.empty(shape[kind])
+    optimizer = rng.choice([torch.optim.SGD, torch.optim.Adam])(model.parameters(), lr=0.1)
     return graphir.capture(model, (x,), targets=(x,), loss=F.mse_loss, optimizer=optimizer, accumulate=accumulate)
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final, NamedTuple, Protocol
 
 from .groups import Grouped, apart
 from .outcome import Outcomes
 from .problem import AGAIN, Choice, Problem
-from .search import Found, search
+from .search import Clock, Found, Search, pauses, search
 
 __all__ = ["Attempt", "Attempts", "Budget"]
 
@@ -25,18 +26,14 @@ _MANY_AGAIN: Final = 0.2
 """How many there are to be, too, where so large a part of them computes again, or nothing is within the limits. What a
 group reads of others is kept, so that larger groups keep less; and they hold more while they compute again."""
 
-_NEAR: Final = 0.02
-"""By how much the limits may be exceeded so that another search among the same groups comes first."""
-
 _FIRST: Final = 0.6
-"""The part of a search after which it is decided whether to go on with these."""
+"""The part of a round for the first groups, where there are others."""
 
-_FROM_STARTS: Final = 0.1
-"""The part of the budget for a search that begins with what a caller knows."""
+_WANTING: Final = 1.5
+"""How many times the budget is spent while no plan keeps within the limits, at most."""
 
-_ONWARD: Final = 0.25
-"""The part of the budget for which a search goes on where a plan holds more than its groups said."""
-
+_EASED: Final = 0.25
+"""The part of the budget for searches within larger limits."""
 
 _LEAST: Final = 0.25
 """The part of its seconds that the first search has at least, however long grouping took."""
@@ -92,7 +89,7 @@ class Attempt(NamedTuple):
 
 
 class Attempts:
-    """Searches for a choice.
+    """Searches for a choice, in rounds: a larger budget has more of them, and each does the same in any budget.
 
     Args:
         read: reads the program; what that takes is a part of the budget.
@@ -103,8 +100,9 @@ class Attempts:
         reading: what gives the groups of the program.
         most: how many groups a search can take.
         grouped: the program in so many groups at most.
-        evaluated: how many choices were looked at.
-        interrupted: whether Ctrl-C ended a search, or what came before or after it.
+        looked: how many choices beside plain ones rounds were to look at so far.
+        wanting: whether rounds go on for some more than the budget: no plan keeps within the limits so far.
+        ended: whether the round is the last one.
     """
 
     def __init__(self, read: Callable[[], Read], parts: int, budget: Budget) -> None:
@@ -113,88 +111,104 @@ class Attempts:
         begun = time.perf_counter()
         self.reading = read()
         self.grouped = self.reading.grouped(self.most)
-        self.spent, self.evaluated = time.perf_counter() - begun, 0
-        self.interrupted = False
+        self.spent, self.eases = time.perf_counter() - begun, 0
+        self.looked = 0
+        self.wanting = self.ended = self.longer = False
+        self.clock = Clock()
+        self.searches: dict[tuple[int, bool], tuple[Grouped, Search]] = {}
+
+    @property
+    def evaluated(self) -> int:
+        """How many choices were looked at."""
+        return self.eases + sum([search.tries for _, search in self.searches.values()])
 
     def leave(self, seconds: float) -> None:
-        """Leave a part of the budget to what comes after the searches."""
+        """Leave a part of the budget to what comes beside the searches."""
         self.spent += seconds
 
-    def made(self, *, regroups: bool, starts: Callable[[Grouped], Sequence[Choice]] = lambda _: ()) -> list[Attempt]:
-        """Searches among as many groups as a search can take; where these compute again, or nothing is within the
-        limits, among fewer and larger ones, too, if it *regroups*. Where tails save much, the search goes on with these
-        apart. A last one begins with the *starts* of its groups, if there are any."""
-        found = self.of_sizes(regroups=regroups)
-        given = starts(self.grouped)
-        if given and not found[-1].found.interrupted:
-            found.append(self.searched(self.grouped, self.grouped.problem, _FROM_STARTS, given, 1))
+    def rounds(
+        self, *, regroups: bool, starts: Callable[[Grouped], Sequence[Choice]] = lambda _: ()
+    ) -> Iterator[list[Attempt]]:
+        """Rounds of searches among as many groups as a search can take; where these compute again, or nothing is within
+        the limits, among fewer and larger ones, too, if it *regroups*. Where tails save much, there is one with these
+        apart. Each round begins also with the *starts* of groups that are known then."""
+        regroups = regroups and self.parts == 1 and len(self.grouped.problem.groups) > min(_FEWER)
+        if self.budget.evaluations is None:
+            seconds = self.budget.seconds
+            self.clock.until = time.perf_counter() + max(seconds - self.spent, _LEAST * seconds)
+        lengths = pauses()
+        most = next(lengths)
+        while not self.ended:
+            self.clock.round(most - self.looked, partial(self.round, starts=starts, regroups=regroups))
+            self.looked, most = most, next(lengths)
+            late = any(search.late for _, search in self.searches.values())
+            evaluations = self.budget.evaluations
+            self.ended = late or self.interrupted or (evaluations is not None and most > evaluations)
+            yield self.attempts()
+            if self.interrupted:
+                return
+            if self.ended and self.wanting:
+                self.ended = not self.lengthened(most)
+
+    def lengthened(self, most: int) -> bool:
+        """Whether a longer budget, which there is once where time is the budget, has another round."""
+        if self.budget.evaluations is not None:
+            return most <= _WANTING * self.budget.evaluations
+        if self.longer:
+            return False
+        self.longer, self.clock.until = True, time.perf_counter() + (_WANTING - 1) * self.budget.seconds
+        return True
+
+    def round(self, count: int, *, starts: Callable[[Grouped], Sequence[Choice]], regroups: bool) -> None:
+        """One round, in which so many choices are looked at."""
+        grouped, first = self.searched(self.most, tails=False)
+        for choice in starts(grouped):
+            first.look(choice)
+        best = first.found()
+        many = best.choice.stored.count(AGAIN) >= _MANY_AGAIN * len(best.choice.stored)
+        sizes = [(self.most, True)] if self.reading.tailed is not None else []
+        if regroups and (many or best.outcome.over):
+            sizes += [(size, False) for size in _FEWER]
+        part = round(_FIRST * count) if sizes else count
+        first.go_on(part)
+        for size, tails in sizes:
+            other, search = self.searched(size, tails=tails)
+            if tails:
+                search.look(apart(first.line.best, grouped, other))
+            search.go_on((count - part) // len(sizes))
+
+    def searched(self, most: int, *, tails: bool) -> tuple[Grouped, Search]:
+        """The search among groups of one size."""
+        found = self.searches.get((most, tails))
+        if found is None:
+            grouped = self.grouped if (most, tails) == (self.most, False) else self.reading.grouped(most, tails=tails)
+            found = grouped, Search(Outcomes(grouped.problem), self.budget.seed, (), self.clock)
+            self.searches[most, tails] = found
         return found
 
-    def of_sizes(self, *, regroups: bool) -> list[Attempt]:
-        """The searches that begin with plain choices alone."""
-        regroups = regroups and self.parts == 1 and len(self.grouped.problem.groups) > min(_FEWER)
-        tails_apart = self.reading.tailed is not None
-        first = self.attempt(self.grouped, _FIRST if regroups or tails_apart else 1.0)
-        found = first.found
-        if found.interrupted or not (regroups or tails_apart):
-            return [first]
-        many = found.choice.stored.count(AGAIN) >= _MANY_AGAIN * len(found.choice.stored)
-        if regroups and not tails_apart and not many and 0 < found.outcome.over <= _NEAR:
-            other = self.searched(self.grouped, self.grouped.problem, 1 - _FIRST, (), 1)  # as it may be stuck there
-            if not other.found.outcome.over:
-                return [other]
-        sizes = [(self.most, True)] if tails_apart else []
-        if regroups and (found.outcome.over or many):
-            sizes += [(most, False) for most in _FEWER]
-        if not sizes:
-            return [self.attempt(self.grouped, 1 - _FIRST, (found.choice, *found.others))]
-        attempts = [first]
-        for most, finer in sizes:
-            if not attempts[-1].found.interrupted:
-                grouped = self.reading.grouped(most, tails=finer)
-                before = [apart(found.choice, self.grouped, grouped)] if finer else []
-                attempts.append(self.attempt(grouped, (1 - _FIRST) / len(sizes), before))
-        return attempts
+    def attempts(self) -> list[Attempt]:
+        """What searches have found so far."""
+        return [Attempt(grouped, search.outcomes, search.found()) for grouped, search in self.searches.values()]
 
-    def attempt(self, grouped: Grouped, part: float, starts: Sequence[Choice] = ()) -> Attempt:
-        """A search among some groups, with a part of the budget."""
-        return self.searched(grouped, grouped.problem, part, starts, 0)
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended a search."""
+        return any(search.interrupted for _, search in self.searches.values())
 
-    def onward(self, attempt: Attempt, more: Sequence[int], near: Choice, number: int, of: int) -> Attempt:
-        """A search that goes on from an attempt.
-
-        Args:
-            attempt: whose plans hold more than its groups said.
-            more: by device, how much more.
-            near: the choice that exceeds the limits least.
-            number: how often it went on, so that it draws other numbers.
-            of: how many searches go on.
-        """
-        problem = attempt.problem
-        problem = replace(problem, held=tuple([held + n for held, n in zip(problem.held, more, strict=True)]))
-        starts = (near, attempt.found.choice, *attempt.found.others)
-        return self.searched(attempt.grouped, problem, _ONWARD / of, starts, number)
-
-    def anew(self, attempt: Attempt) -> Attempt:
-        """Another search among the same groups, which draws other numbers."""
-        return self.searched(attempt.grouped, attempt.problem, _ONWARD, (), 1)
+    def hold(self, attempt: Attempt, more: Sequence[int], near: Choice) -> None:
+        """Let the search of an attempt go on where devices hold so many bytes more than its groups say, and know a
+        choice that is near the limits."""
+        for grouped, found in self.searches.values():
+            if grouped is attempt.grouped:
+                found.hold(more)
+                found.look(near)
 
     def eased(self, attempt: Attempt, factor: float, near: Choice, number: int, of: int) -> Attempt:
-        """A search within limits that are multiplied by a factor, as :meth:`onward` goes on."""
-        problem = attempt.problem
+        """One of some searches within limits that are multiplied by a factor, which begins with a choice."""
+        problem, (seconds, evaluations, seed) = attempt.problem, self.budget
         limits = tuple([None if limit is None else int(limit * factor) for limit in problem.limits])
-        return self.searched(attempt.grouped, replace(problem, limits=limits), _ONWARD / of, (near,), number)
-
-    def searched(
-        self, grouped: Grouped, problem: Problem, part: float, starts: Sequence[Choice], number: int
-    ) -> Attempt:
-        seconds, evaluations, seed = self.budget
-        seconds *= part
-        if not self.evaluated:
-            seconds = max(seconds - self.spent, _LEAST * seconds)
-        outcomes = Outcomes(problem)
+        outcomes, part = Outcomes(replace(problem, limits=limits)), _EASED / of
         looks = None if evaluations is None else max(round(evaluations * part), 1)
-        found = search(outcomes, seconds, looks, seed + number, starts)
-        self.evaluated += found.evaluated
-        self.interrupted |= found.interrupted
-        return Attempt(grouped, outcomes, found)
+        found = search(outcomes, seconds * part, looks, seed + number, (near,))
+        self.eases += found.evaluated
+        return Attempt(attempt.grouped, outcomes, found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from graphir.analysis.execution import streams_of
 from graphir.ir.names import micro_batches
@@ -14,7 +14,7 @@ from ..copies import InjectCopies
 from .asked import Asked
 from .attempts import Attempt, Attempts
 from .by_hand import ByHand
-from .drafts import choice_of
+from .drafts import Hand, choice_of
 from .figures import Before, Figures
 from .groups import Grouped, Reading
 from .least import least
@@ -35,9 +35,6 @@ _WORSE: Final = 1.03
 _MOST_EMITTED: Final = 20_000
 """Operators of a program above which peaks and seconds are not those of an emitted plan: it would take longer than the
 search."""
-
-_ATTEMPTS: Final = 4
-"""How often the search goes on where a plan holds more than the groups said."""
 
 _TRIES: Final = 4
 _TRYING: Final = 0.2
@@ -69,9 +66,15 @@ a plan counts beside its own, of which so many take as long as a placement of gr
 _ON_TOP: Final = 0.3
 """The part of the seconds of a search that plans may take on top of these."""
 
+_BETWEEN: Final = 0.2
+"""The part of the seconds so far that plans between rounds may have taken."""
+
 _KINDS: Final = 3
 _UNLIKE: Final = 0.1
 """How many of the next best choices are tried where the best ones are not, and what part of the groups is elsewhere."""
+
+_ASIDE: Final = 4
+"""How many choices are found with fewer options and within smaller limits, at most."""
 
 _OTHERS: Final = 2
 _OTHERS_IN_PARTS: Final = 4
@@ -80,12 +83,27 @@ _MANY: Final = 1_500
 operators that this would take as long as a search, the best alone."""
 
 
+class _Tried(NamedTuple):
+    """A choice as a plan.
+
+    Attributes:
+        said: seconds of a step as its groups say.
+        peaks: by device, what the plan holds.
+        seconds: of a step.
+        fits: whether it keeps within the limits.
+    """
+
+    said: float
+    peaks: Mapping[str, int]
+    seconds: float
+    fits: bool
+
+
 class Balancing:
     """Some searches, what they need, and what they have found.
 
     Args:
         asked: what a caller asks.
-        since: the step that the report compares with, where that is not the program as it is.
 
     Attributes:
         wanted: the same for groups.
@@ -94,6 +112,13 @@ class Balancing:
         plans: what choices come to as plans.
         hands: the plans of a person.
         trying: tries those that were not tried so far.
+        hand: the fastest of them that keeps within the limits, in its fastest order.
+        tried: by outcomes of groups and choice, what it comes to as a plan.
+        best: the fastest of these that keeps within the limits, in its fastest order.
+        nearest: the one that exceeds the limits least.
+        plan: seconds that one plan takes.
+        emitting: seconds that all took so far.
+        interrupted: whether Ctrl-C ended the making of plans.
         figures: makes the report.
         emits: whether peaks and seconds are those of an emitted plan.
 
@@ -119,6 +144,13 @@ class Balancing:
         self.hands = self.by_hand()
         self.trying = self.hands.tried()
         self.figures = Figures(asked, self.wanted.pins, self.searches, self.plans, since)
+        self.tried: dict[tuple[Outcomes, Choice], _Tried] = {}
+        self.best: tuple[Attempt, Emitted] | None = None
+        self.nearest: tuple[Attempt, Emitted] | None = None
+        self.hand: Hand | None = None
+        self.last_hand: Hand | None = None
+        self.plan = self.emitting = 0.0
+        self.interrupted = False
         self.emits = len(self.program.step.ops) <= _MOST_EMITTED
 
     def reading(self) -> Reading:
@@ -135,25 +167,35 @@ class Balancing:
         return ByHand(self.program, self.plans, levels, self.wanted, self.asked.pin, topology, self.read.issue)
 
     def try_by_hand(self, share: float, *, first: bool = False) -> None:
-        """Try plans of a person, in a share of the budget, or in more of the seconds while none of them fits; no more
-        behind the *first* one that fits, if that is asked for."""
-        begun, before = time.perf_counter(), self.plans.emitted
-        seconds, evaluations = self.asked.budget.seconds * share, self.asked.budget.evaluations
+        """Try plans of a person, in a share of the seconds, or in more of them while none of them fits; or as many as
+        take as long as a share of the placements that were looked at. No more behind the *first* one that fits, if that
+        is asked for."""
+        begun = time.perf_counter()
         plan = (len(self.program.step.ops) + _PLAN) / _OPERATORS
-        most = None if evaluations is None else _LEAST_BY_HAND + round(evaluations * share / plan)
+        most = _LEAST_BY_HAND + round(self.searches.looked * share / plan)
+
+        def enough() -> bool:
+            if first and self.hands.best is not None:
+                return True
+            if self.asked.budget.evaluations is not None:
+                return len(self.hands.known) >= most
+            seconds = self.asked.budget.seconds * share * (_UNTIL_ONE_FITS if self.hands.best is None else 1)
+            return time.perf_counter() - begun >= seconds
+
         try:
-            for _ in self.trying:
-                if most is not None:
-                    enough = self.plans.emitted - before >= most
-                else:
-                    spent = time.perf_counter() - begun
-                    enough = spent >= seconds * (_UNTIL_ONE_FITS if self.hands.best is None else 1)
-                if enough or (first and self.hands.best is not None):
+            while not enough():
+                if next(self.trying, self) is self:
                     break
         except KeyboardInterrupt:  # as in a search: the best so far
-            if self.hands.best is None:
+            if not self.fits:
                 raise
-            self.searches.interrupted = True
+            self.interrupted = True
+        best = self.hands.best
+        if best is not None and best is not self.last_hand:
+            self.last_hand = best
+            ordered = best._replace(judged=self.plans.in_any_order(best.program, best.judged))
+            if self.hand is None or ordered.judged.seconds < self.hand.judged.seconds:
+                self.hand = ordered
 
     def run(self) -> Balanced:
         """The best placement that is found.
@@ -161,75 +203,76 @@ class Balancing:
         Raises:
             Refused: none is within the limits.
         """
-        self.begin_by_hand()
-        found = self.searched()
-        if isinstance(found, Balanced):
-            return found
-        raise self.refused(*found)
+        attempts = self.searched()
+        if not self.emits:
+            best = min(attempts, key=lambda attempt: attempt.rank)
+            choice = best.found.choice
+            if best.found.outcome.over:
+                raise self.refused(best, choice)
+            made = Emitted(choice, placed(self.program, best.grouped, choice), str(InjectCopies()))
+            return self.figures.report(best, made, attempts)
+        if self.best is not None and (self.hand is None or self.best[1].seconds <= self.hand.judged.seconds):
+            return self.figures.report(*self.best, attempts)
+        if self.hand is not None:
+            return self.figures.report_by_hand(self.hand, attempts)
+        assert self.nearest is not None
+        attempt, one = self.nearest
+        raise self.refused(attempt, one.choice)
+
+    def keeps(self) -> bool:
+        """Whether any placement within the limits is found, as :meth:`run` would."""
+        attempts = self.searched(any_will_do=True)
+        return self.fits if self.emits else not all(attempt.found.outcome.over for attempt in attempts)
 
     def before(self) -> Before:
         """The step as it is."""
         return self.figures.before(self.grouped, Outcomes(self.grouped.problem), exact=self.emits)
 
-    def keeps(self) -> bool:
-        """Whether any placement within the limits is found, as :meth:`run` would."""
-        self.begin_by_hand(first=True)
-        return self.hands.best is not None or isinstance(self.searched(), Balanced)
+    @property
+    def stopped(self) -> bool:
+        """Whether Ctrl-C ended a search, or the making of plans."""
+        return self.interrupted or self.searches.interrupted
 
-    def begin_by_hand(self, *, first: bool = False) -> None:
-        """Try the first plans of a person; the searches have less time then."""
+    @property
+    def fits(self) -> bool:
+        """Whether a plan is known that keeps within the limits."""
+        return self.best is not None or self.hands.best is not None
+
+    def searched(self, *, any_will_do: bool = False) -> list[Attempt]:
+        """What searches find, round after round, with the plans of a person before, and between them. What is emitted
+        after a round does not depend on the rounds that follow."""
+        begun = time.perf_counter()
         if self.emits:
-            begun = time.perf_counter()
             self.hands.know(self.asked.known)
-            self.try_by_hand(_BY_HAND, first=first)
-            self.searches.leave(time.perf_counter() - begun)
-
-    def searched(self) -> Balanced | tuple[Attempt, Choice]:
-        """The best of what searches find and of a person's plans; where none is within the limits, the attempt and its
-        choice that exceed them least."""
-        if self.emits:
+            self.try_by_hand(_BY_HAND, first=any_will_do)
+            if any_will_do and self.fits:
+                return []
             self.leave_to_plans()
+            self.searches.leave(time.perf_counter() - begun)
         regroups = self.emits and "recompute" in self.asked.options
-        attempts = self.searches.made(regroups=regroups, starts=self.starts)
-        if not self.emits:
-            best = min(attempts, key=lambda attempt: attempt.rank)
-            choice = best.found.choice
-            if best.found.outcome.over:
-                return best, choice
-            made = Emitted(choice, placed(self.program, best.grouped, choice), str(InjectCopies()))
-            return self.figures.report(best, made, attempts)
-        nearest: tuple[Attempt, Emitted] | None = None
-        for number in range(_ATTEMPTS):
-            tried: list[tuple[Attempt, Emitted]] = []
-            try:
-                self.try_plans(attempts, tried)
-            except KeyboardInterrupt:  # as in a search: the best so far
-                if not self.fitting(tried):
-                    raise
-                self.searches.interrupted = True
-            fitting = self.fitting(tried)
-            hand = self.hands.best
-            if fitting:
-                of, one = min(fitting, key=lambda pair: (pair[1].seconds, pair[1].program is not self.program))
-                if hand is None or one.seconds <= hand.judged.seconds:
-                    return self.figures.report(of, self.plans.fastest(one), attempts)
-            if hand is not None:
-                return self.figures.report_by_hand(hand, attempts)
-            near = tried + ([nearest] if nearest else [])
-            nearest = min(near, key=lambda pair: self.plans.excess(pair[1].peaks))
-            attempts = [a for a in attempts if a.found.outcome.over <= _HOPELESS and not a.found.interrupted]
-            if not attempts:
+        attempts: list[Attempt] = []
+        for attempts in self.searches.rounds(regroups=regroups, starts=self.starts):
+            if self.interrupted:
                 break
-            attempts = [
-                self.onward(attempt, [one for of, one in tried if of is attempt], number + 1, len(attempts))
-                for attempt in attempts
-            ]
-        assert nearest is not None
-        attempt, one = nearest
-        self.try_by_hand(_BEFORE_A_REFUSAL)
-        if self.hands.best is not None:
-            return self.figures.report_by_hand(self.hands.best, [attempt])
-        return attempt, one.choice
+            if not self.emits:
+                continue
+            if self.searches.ended or self.is_quick(begun):
+                self.try_plans(attempts)
+            if self.asked.budget.evaluations is not None:
+                self.try_by_hand(_BY_HAND if self.fits else _BY_HAND + _BEFORE_A_REFUSAL)
+            elif self.searches.ended and not self.fits:
+                self.try_by_hand(_BEFORE_A_REFUSAL)
+            if self.interrupted or (self.fits and any_will_do):
+                break
+            near = any(attempt.found.outcome.over <= _HOPELESS for attempt in attempts)
+            self.searches.wanting = near and not self.fits
+        return attempts
+
+    def is_quick(self, begun: float) -> bool:
+        """Whether there is time for plans between rounds."""
+        if self.asked.budget.evaluations is not None:
+            return True
+        return self.emitting + self.plan * self.most_candidates() <= _BETWEEN * (time.perf_counter() - begun)
 
     def starts(self, grouped: Grouped) -> list[Choice]:
         """What a search among some groups begins with beside plain choices."""
@@ -240,8 +283,13 @@ class Balancing:
         """Let the search end early enough for the plans of what it finds, by what that of the program itself takes."""
         begun = time.perf_counter()
         self.plans.of(self.grouped, self.grouped.problem.now())
-        plans = (1 + self.others()) * (time.perf_counter() - begun)
-        self.searches.leave(max(plans - _ON_TOP * self.asked.budget.seconds, 0.0))
+        self.plan = time.perf_counter() - begun
+        plans = self.most_candidates() * self.plan
+        self.searches.leave(max(plans - _ON_TOP * self.asked.budget.seconds, 0.0) - self.plan)
+
+    def most_candidates(self) -> int:
+        """How many choices become plans after one round, at most."""
+        return 1 + _ASIDE + self.others()
 
     def others(self) -> int:
         """How many of the next best choices are worth a plan."""
@@ -249,64 +297,83 @@ class Balancing:
             return _OTHERS_IN_PARTS
         return _OTHERS if len(self.program.step.ops) <= _MANY else 0
 
-    def try_plans(self, attempts: Sequence[Attempt], found: list[tuple[Attempt, Emitted]]) -> None:
-        """Add the candidates as plans. Where some are within the limits, but none takes as short as its groups say,
+    def try_plans(self, attempts: Sequence[Attempt]) -> None:
+        """Know the candidates as plans. Where some are within the limits, but none takes as short as its groups say,
         some of the next best ones and the plain one, too: these may be of another kind."""
-        for attempt, choice in self.candidates(attempts):
-            found.append((attempt, self.plans.of(attempt.grouped, choice)))
-        best = min(attempts, key=lambda attempt: attempt.rank)
-        unlike = self.unlike(best, attempts, [one.choice for of, one in found if of is best])
-        for choice in (*unlike, *best.found.others[-1:]):
-            if self.slow(found) and all(one.choice != choice for _, one in found):
-                found.append((best, self.plans.of(best.grouped, choice)))
-        fastest = min(self.fitting(found), key=lambda pair: pair[1].seconds, default=None)
-        if fastest is not None and fastest[1].choice in best.found.others[-1:]:  # no search was needed for that
-            again = self.searches.anew(best)
-            found.append((again, self.plans.of(again.grouped, again.found.choice)))
+        begun = time.perf_counter()
+        try:
+            for attempt, choice in self.candidates(attempts):
+                self.emit(attempt, choice)
+            best = min(attempts, key=lambda attempt: attempt.rank)
+            tried = [choice for outcomes, choice in self.tried if outcomes is best.outcomes]
+            for choice in (*self.unlike(best, tried), *best.found.others[-1:]):
+                if self.slow():
+                    self.emit(best, choice)
+        except KeyboardInterrupt:  # as in a search: the best so far
+            if not self.fits:
+                raise
+            self.interrupted = True
+        for attempt in attempts:
+            self.hold_more(attempt)
+        self.emitting += time.perf_counter() - begun
 
-    def fitting(self, found: Sequence[tuple[Attempt, Emitted]]) -> list[tuple[Attempt, Emitted]]:
-        """Those whose plans are within the limits."""
-        return [(attempt, one) for attempt, one in found if not self.plans.excess(one.peaks)]
+    def emit(self, attempt: Attempt, choice: Choice) -> None:
+        """Know a choice as a plan; the fastest that keeps within the limits is kept, in its fastest order."""
+        key = attempt.outcomes, choice
+        if key in self.tried:
+            return
+        one = self.plans.of(attempt.grouped, choice)
+        fits = not self.plans.excess(one.peaks)
+        self.tried[key] = _Tried(attempt.outcomes(choice).seconds, one.peaks, one.seconds, fits)
+        if not fits:
+            if self.nearest is None or self.plans.excess(one.peaks) < self.plans.excess(self.nearest[1].peaks):
+                self.nearest = attempt, one
+            return
+        known = self.best
+        now = one.program is self.program
+        if known is None or one.seconds < known[1].seconds or (now and one.seconds == known[1].seconds):
+            self.best = attempt, self.plans.fastest(one)
 
-    def slow(self, found: Sequence[tuple[Attempt, Emitted]]) -> bool:
+    def slow(self) -> bool:
         """Whether some plans are within the limits, and all of these take longer than their groups say."""
-        fitting = [(one.seconds, attempt.outcomes(one.choice).seconds) for attempt, one in self.fitting(found)]
-        return bool(fitting) and all(seconds > _SAID * said for seconds, said in fitting)
+        fitting = [one for one in self.tried.values() if one.fits]
+        return bool(fitting) and all(one.seconds > _SAID * one.said for one in fitting)
 
-    def unlike(self, best: Attempt, attempts: Sequence[Attempt], tried: Sequence[Choice]) -> list[Choice]:
-        """Some of the next best choices of the groups of the best attempt that have a good part of the groups elsewhere
-        than those that were tried."""
-        found, alike = list(tried), [attempt for attempt in attempts if attempt.grouped is best.grouped]
-        others = {choice for attempt in alike for choice in (attempt.found.choice, *attempt.found.others)}
-        for choice in sorted(others, key=lambda choice: (best.outcomes(choice).over, best.outcomes(choice).seconds)):
+    def unlike(self, attempt: Attempt, tried: Sequence[Choice]) -> list[Choice]:
+        """Some of the next best choices that have a good part of the groups elsewhere than those that were tried."""
+        found = list(tried)
+        for choice in attempt.found.others:
             if all(_elsewhere(choice, other) >= _UNLIKE * len(choice.devices) for other in found):
                 found.append(choice)
         return found[len(tried) : len(tried) + _KINDS]
 
     def candidates(self, attempts: Sequence[Attempt]) -> list[tuple[Attempt, Choice]]:
-        """The choices that are worth a plan: the best ones of the best attempt, and the best one of each other that is
-        about as good."""
+        """The choices that are worth a plan: the best ones of the best attempt, also with fewer options and within
+        smaller limits, and the best one of each other attempt that is about as good."""
         best, *others = sorted(attempts, key=lambda attempt: attempt.rank)
         over, seconds = best.rank
         near = [other for other in others if over or (not other.rank[0] and other.rank[1] <= _WORSE * seconds)]
-        found = [(best, choice) for choice in (best.found.choice, *best.found.others[: self.others()])]
+        choices = (best.found.choice, *best.found.aside, *best.found.others[: self.others()])
+        found = [(best, choice) for choice in choices]
         found += [(other, other.found.choice) for other in near]
         now = best.problem.now()
         pinned = any(group.now not in group.devices for group in best.problem.groups)
         return found if pinned or any(choice == now for _, choice in found) else [*found, (best, now)]
 
-    def onward(self, attempt: Attempt, tried: Sequence[Emitted], number: int, of: int) -> Attempt:
-        """The attempt again, with devices that hold more than its groups say."""
-        if not tried:
-            return attempt
-        peaks = tried[0].peaks
-        excess = self.plans.over(peaks)
+    def hold_more(self, attempt: Attempt) -> None:
+        """Let the search go on with devices that hold more than its groups say, where the plan of its best choice
+        exceeds the limits."""
+        tried = self.tried.get((attempt.outcomes, attempt.found.choice))
+        if tried is None or tried.fits or attempt.found.outcome.over > _HOPELESS:
+            return
+        excess = self.plans.over(tried.peaks)
         more = [
-            max(peaks.get(name, 0) - expected, 0) if name in excess else 0
+            max(tried.peaks.get(name, 0) - expected, 0) if name in excess else 0
             for name, expected in zip(attempt.problem.devices, attempt.found.outcome.peaks, strict=True)
         ]
-        nearest = min(tried, key=lambda one: self.plans.excess(one.peaks))
-        return self.searches.onward(attempt, more, nearest.choice, number, of)
+        if any(more):
+            plans = [(one.peaks, choice) for (of, choice), one in self.tried.items() if of is attempt.outcomes]
+            self.searches.hold(attempt, more, min(plans, key=lambda pair: self.plans.excess(pair[0]))[1])
 
     def refused(self, attempt: Attempt, choice: Choice) -> Refused:
         """What is missing where the nearest placement is, and limits under which there is one."""

@@ -112,7 +112,7 @@ class ByShares:
             if not self.found:
                 raise
             self.interrupted = True
-        self.interrupted = self.interrupted or balancing.searches.interrupted
+        self.interrupted = self.interrupted or balancing.stopped
 
     def balancing(self, program: Program, part: float) -> Balancing:
         """What places a program in a part of the budget."""

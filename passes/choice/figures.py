@@ -101,8 +101,8 @@ class Figures:
         return self.reported(attempt, after, reasons)
 
     def report_by_hand(self, hand: Hand, attempts: Sequence[Attempt]) -> Balanced:
-        """The same of a plan that a person would have tried."""
-        attempt, judged = attempts[0], self.plans.in_any_order(hand.program, hand.judged)
+        """The same of a plan that a person would have tried, in its fastest order."""
+        attempt, judged = attempts[0], hand.judged
         problem = attempt.problem
         found = self.plans.estimate(instructed(judged.made))
         busy = {use.lane.partition(".")[0]: use.busy for use in found.lanes if use.lane.endswith(".compute")}

@@ -133,7 +133,7 @@ class Largest:
                 raise KeyboardInterrupt from None
             full = [self.full(balancing.plans, placed, number) for placed in refused.placed]
             return Tried(None, refused.missing, max(full, default=Full(), key=_number))
-        if balancing.searches.interrupted:
+        if balancing.stopped:
             raise KeyboardInterrupt
         return Tried(balanced, "", self.full(balancing.plans, balanced.program, number))
 

@@ -4,7 +4,7 @@ A figure that misses its limit is in bold there, the last lines name its row, an
 
 python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [lock] [small] [shard]
                    [replicas] [pipeline] [pipelined] [apart] [memory] [profile] [profiling] [estimate] [simulate]
-                   [balance] [byhand] [large] [machines] [placements] [zoo] [start] [bits] [whole] [mutants]
+                   [balance] [byhand] [more] [large] [machines] [placements] [zoo] [start] [bits] [whole] [mutants]
                    [certificates] [proofs] [cuts] [compare] [elements] [orders] [--write]
 python tests/bench gpu [--seconds 240] [--json FILE] [--write] [--pretend]
 
@@ -63,6 +63,7 @@ TABLES: dict[str, str] = {
     "estimate": "estimating.rows",
     "balance": "balancing.rows",
     "byhand": "trying.rows",
+    "more": "growing.rows",
     "large": "balancing.large_rows",
     "machines": "at_hand.rows",
     "placements": "choosing.rows",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 from random import Random
-from typing import Any
 
 import by_hand
 import pytest
@@ -13,11 +12,12 @@ import torch
 from by_hand import Kind
 from graphir.passes.balance import Balance
 from graphir.passes.base import build
-from graphir.passes.choice.attempts import Attempt, Attempts
+from graphir.passes.choice.annealing import Line
 from graphir.passes.choice.balancing import Balancing
 from graphir.passes.choice.few import Few
 from graphir.passes.choice.holding import Holding
 from graphir.passes.choice.levels import Levels
+from graphir.passes.choice.problem import Choice
 from graphir.passes.choice.proven import proven
 from graphir.passes.choice.step import Step
 from runnable import short_searches
@@ -119,15 +119,14 @@ def test_placements_of_a_few_modules_are_reckoned_as_single_ones_are() -> None:
 
 
 def test_a_refusal_looks_at_no_more_than_half_as_much_again_as_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked, searched = 0, Attempts.searched
+    looked, tried = 0, Line.tried
 
-    def counted(self: Attempts, *args: Any) -> Attempt:
+    def counted(self: Line, choice: Choice) -> float:
         nonlocal looked
-        found = searched(self, *args)
-        looked += found.found.evaluated
-        return found
+        looked += 1
+        return tried(self, choice)
 
-    monkeypatch.setattr(Attempts, "searched", counted)
+    monkeypatch.setattr(Line, "tried", counted)
     program = by_hand.blocks("mlp", 4)
     limit = int(0.2 * by_hand.held(program)["gpu:0"])
     with pytest.raises(PassError) as refusal:

@@ -39,7 +39,7 @@ def test_nothing_less_is_there(shape: Shape, uneven: bool) -> None:
     best = min(exceeded(problem, outcomes(choice).peaks) for choice in every_choice(problem))
     assert best > 1
     searches = attempts(problem, 2000)
-    (attempt, *_) = searches.made(regroups=False)
+    *_, (attempt,) = searches.rounds(regroups=False)
     found = least(searches, attempt, problem.now())
     assert exceeded(problem, outcomes(found.choice).peaks) == found.factor
     assert 1 <= found.proven <= best <= found.factor <= 1.01 * best

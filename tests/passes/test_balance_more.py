@@ -1,0 +1,30 @@
+"""More evaluations, larger limits or more options give no longer step."""
+
+from __future__ import annotations
+
+from math import inf
+from random import Random
+
+import by_hand
+import pytest
+from more import OPTIONS, Asked, worst
+
+import graphir
+
+
+@pytest.fixture(scope="module")
+def asked() -> Asked:
+    """Three unlike blocks on two devices."""
+    program = by_hand.unlike("mlp", Random(3), 3)
+    limit = int(0.8 * by_hand.held(program)["gpu:0"])
+    return Asked(program, {"gpu:0": limit, "gpu:1": limit}, graphir.Topology.named("h200x8"))
+
+
+def test_more_evaluations_never_give_a_longer_step(asked: Asked) -> None:
+    seconds = [asked.step(evaluations) for evaluations in (1, 31, 100, 125)]
+    assert seconds == sorted(seconds, reverse=True) and seconds[-1] < inf
+
+
+def test_larger_limits_and_more_options_give_no_longer_step(asked: Asked) -> None:
+    assert worst([asked.step(125, times) for times in (1.0, 1.25)]) <= 1.005
+    assert worst([asked.step(125, options=options) for options in OPTIONS]) <= 1.005
