@@ -75,7 +75,7 @@ UNBEATEN: Final = Beaten()
 class Schedule(NamedTuple):
     """Attributes:
     order: the operators, in the order in which they begin.
-    seconds: when the last one ends.
+    seconds: when the last one ends, if lanes keep to the order and nobody waits for memory, as no executor does.
     peaks: by device, the most bytes at once; None where nobody asked.
     """
 
@@ -106,6 +106,7 @@ class _Simulation:
     due: by lane, until when its next operator has to begin for the schedule to be of use: all others come behind it.
     rooms: the devices, where what begins is to be let in; empty: all begins at once.
     limited: whether bytes are; ``defers``: and gradients of parameters come after forwards.
+    free, ends: where bytes are limited, when each lane and each operator is done if nobody waits for memory.
     sent: copies that begin whether they fit or not, as nothing else can.
     forced_at: how many operators had begun when a segment was last let in that does not fit.
     """
@@ -132,6 +133,7 @@ class _Simulation:
         self.rooms: list[Room] = []
         limited = needs is not None and rules.limits is not None
         self.limited, self.sent = limited, set[int]()
+        self.free, self.ends = [0.0] * work.lanes, [0.0] * self.size
         self.defers = limited and rules.ranks[INPUT] < rules.ranks[WEIGHT]
         if limited or rules.in_flight is not None:
             self._furnish(needs if limited else None)
@@ -191,9 +193,10 @@ class _Simulation:
                     heappush(begun[lane] if segment[other] == current[lane] else ready[lane], key[other])
                     if not busy[lane]:
                         dirty.add(lane)
-        if self.now > self.beaten.seconds:
+        seconds = max(self.free, default=0.0) if self.limited else self.now
+        if seconds > self.beaten.seconds:
             return None
-        return Schedule(self.order, self.now, [room.peak for room in self.rooms] or None)
+        return Schedule(self.order, seconds, [room.peak for room in self.rooms] or None)
 
     def becomes_ready(self, i: int) -> None:
         if self.rooms and self.gated[i]:
@@ -235,13 +238,22 @@ class _Simulation:
         else:
             return
         self.busy[lane] = True
-        if self.now > self.due[lane]:
+        if (self.planned(i, lane) if self.limited else self.now) > self.due[lane]:
             self.useless = True
         self.due[lane] += self.seconds[i]
         self.order.append(i)
         if self.rooms:
             self.enter(i)
         heappush(self.events, (self.now + self.seconds[i], i))
+
+    def planned(self, i: int, lane: int) -> float:
+        """When an operator that a lane takes now begins if nobody waits for memory."""
+        ends, start = self.ends, self.free[lane]
+        for other in self.work.hazards.earlier[i]:
+            if ends[other] > start:
+                start = ends[other]
+        ends[i] = self.free[lane] = start + self.seconds[i]
+        return start
 
     def receivable(self, ready: list[int]) -> int | None:
         """Take the best ready transfer that finds room where it goes, and keep back those before it."""

@@ -13,6 +13,7 @@ to the micro-batch whose gradient it adds.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Final
@@ -154,10 +155,10 @@ class Work:
         in_place: whether operators overwrite what is dead, as they do after :func:`.share_storage`.
     """
 
-    def __init__(
-        self, program: Program, count: int, topology: Topology | None = None, *, in_place: bool = False
-    ) -> None:
-        self.program, self.count, self.in_place = program, count, in_place
+    in_place = False
+
+    def __init__(self, program: Program, count: int, topology: Topology | None = None) -> None:
+        self.program, self.count = program, count
         self._ranked: dict[tuple[int, int, int, int], tuple[list[int], list[int]]] = {}
         net = program.step
         self.hazards = hazards(net)
@@ -185,6 +186,14 @@ class Work:
                 at = "collectives" if issued == "collective" else issued_on(op, blobs)
                 self.lane.append(others.setdefault(at, len(places) + len(others)))
         self.lanes = len(places) + len(others)
+
+    def overwriting(self) -> Work:
+        """The same work, its operators *in_place*."""
+        other = copy.copy(self)
+        other.in_place = True
+        for name in ("bytes", "most_for_weights"):  # all else is the same
+            vars(other).pop(name, None)
+        return other
 
     @cached_property
     def bytes(self) -> Bytes:
@@ -327,5 +336,5 @@ def _hold_back(net: Net, earlier: list[list[int]], kind: Sequence[int]) -> None:
         for other in before:
             if other in copies:
                 readers.setdefault(other, []).append(i)
-    for copy, found in readers.items():  # none of these comes after the copy: its first follower comes after them
-        earlier[copy] = [*earlier[copy], *(other for other in earlier[found[0]] if other not in copies)]
+    for held, found in readers.items():  # none of these comes after the copy: its first follower comes after them
+        earlier[held] = [*earlier[held], *(other for other in earlier[found[0]] if other not in copies)]

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import models
 import pytest
 import torch
-from graphir.passes import plan_peaks
+from graphir.passes import plan_figures
 from graphir.passes.list_schedule import RANKS, Rules, list_schedule
 from graphir.passes.micro_work import Work
-from graphir.passes.plan_peaks import PlanPeaks
+from graphir.passes.plan_figures import PlanPeaks
 from micro import captured, mlp
 
 import graphir
@@ -65,7 +65,7 @@ def test_what_was_measured_goes_before_formulas(monkeypatch: pytest.MonkeyPatch)
     keys = [Profile.key(op, program.step.blobs, program.dims, threads) for op in called]
     calls = {key: Measured(1000 * n, 64 * (n % 7), 1e-3) for n, key in enumerate(keys) if key is not None}
     measured = Profile(machine(), calls)
-    monkeypatch.setattr(plan_peaks, "at_hand", lambda: measured)
+    monkeypatch.setattr(plan_figures, "at_hand", lambda: measured)
     expected = graphir.memory(passes.emit(program, ahead=0), profile=measured).peak
     assert PlanPeaks(Work(program, 4)).of(range(len(program.step.ops))) == dict(expected)
     assert expected != graphir.memory(passes.emit(program, ahead=0), profile=None).peak

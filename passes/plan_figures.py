@@ -1,12 +1,14 @@
-"""The most bytes that the plans of one step hold on each device, for one order of its operators after the other.
+"""The bytes and the seconds of the plans of one step, for one order of its operators after the other.
 
-What :func:`graphir.memory` predicts for a plan, without the instructions: events take no bytes. What does not depend on
-the order is found once: the bytes of storages, and what operators allocate inside.
+Bytes are what :func:`graphir.memory` predicts for a plan, without the instructions: events take no bytes. Seconds are
+those of :mod:`.plan_seconds`. What does not depend on the order is found once: the bytes of storages, what operators
+allocate inside, what they wait for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -17,15 +19,29 @@ from graphir.ir.plan import issued_as
 
 from .micro_work import Work
 from .order import Tasks
+from .plan_seconds import Clock, PlanSeconds
 
-__all__ = ["PlanPeaks"]
+__all__ = ["Figures", "PlanFigures"]
 
 
-class PlanPeaks:
-    """Peaks of the plans of one program, its operators in several orders.
+class Figures(NamedTuple):
+    """What a plan comes to.
+
+    Attributes:
+        peaks: by device, the most bytes that it holds.
+        seconds: of a step.
+    """
+
+    peaks: Mapping[str, int]
+    seconds: float
+
+
+class PlanFigures:
+    """Figures of the plans of one program, its operators in several orders.
 
     Args:
         work: of its step.
+        seconds: what its operators wait for.
 
     Attributes:
         base: by device, the bytes of state and inputs, which stay.
@@ -36,7 +52,8 @@ class PlanPeaks:
             allocated inside).
     """
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, seconds: PlanSeconds) -> None:
+        self.seconds = seconds
         self.net, self.dims, self.devices, sizes = work.program.step, work.program.dims, work.devices, work.bytes
         self.tasks = Tasks(self.net, self.dims, work.hazards)
         ops, blobs, places = self.net.ops, self.net.blobs, work.places
@@ -64,8 +81,8 @@ class PlanPeaks:
                 parts.append((places[blobs[name].device], new, inside))
             self.parts.append(parts if issued_as(op) == "collective" else _at_once(parts))
 
-    def of(self, order: Sequence[int]) -> dict[str, int]:
-        """The peaks by device, of the plan that issues copies where they stand.
+    def of(self, order: Sequence[int]) -> Figures:
+        """Those of the plan that issues copies where they stand.
 
         Args:
             order: the positions of the operators in the program.
@@ -73,18 +90,18 @@ class PlanPeaks:
         storages, copies, issues = self.storages, self.copies, self.tasks.issued(order, 0)
         buffers = Buffers(self.net, self.dims)
         buffers.freed.update([issue for issue in issues if isinstance(issue, str)])
-        live, peaks = list(self.base), list(self.base)
+        live, peaks, clock = list(self.base), list(self.base), Clock(self.seconds)
         for issue in issues:
             if isinstance(issue, str):
+                clock.drop(issue)
                 if issue in buffers.numbers:
                     buffers.free(issue)
                 elif issue in storages:
                     place, nbytes = storages[issue]
                     live[place] -= nbytes
                 continue
-            for i in issue:
-                if i in copies:
-                    buffers.receive(copies[i])
+            held = [buffers.receive(copies[i]) for i in issue if i in copies]
+            clock.issue(issue, [storage for storage in held if storage is not None])
             for i in issue:
                 received = i in copies and copies[i] in buffers.numbers
                 for place, made, inside in self.parts[i]:
@@ -94,7 +111,7 @@ class PlanPeaks:
                         peaks[place] = live[place] + inside
         for (place, _), most in self.received(buffers).items():
             peaks[place] += most
-        return dict(zip(self.devices, peaks, strict=True))
+        return Figures(dict(zip(self.devices, peaks, strict=True)), clock.seconds)
 
     def received(self, buffers: Buffers) -> dict[tuple[int, int], int]:
         """The bytes of each receive buffer, by device and number: those of the largest storage that it receives."""

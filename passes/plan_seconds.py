@@ -1,0 +1,125 @@
+"""The seconds that the plans of one step take, for one order of its operators after the other.
+
+Workers execute what is issued to them in that order, each instruction as early as it can. That is what
+:func:`graphir.overlap` predicts of a plan, without the instructions: whoever needs what another worker makes goes on
+when that is done, and what earlier waits imply changes no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from graphir.ir.operator import Operator
+from graphir.ir.plan import issued_on, lane, lane_device, parts_of
+
+from .micro_work import Work
+
+__all__ = ["Clock", "PlanSeconds"]
+
+
+class PlanSeconds:
+    """What the operators of a step wait for, whatever their order.
+
+    A *part* is one instruction of an operator; only a collective has several. Parts are numbers.
+
+    Args:
+        work: of the step.
+        by_lane: whether each lane has a worker, as CUDA streams are; a device has one for all of its lanes otherwise.
+
+    Attributes:
+        seconds: of each operator.
+        parts: of each operator, (part, worker).
+        after: of each operator, the parts of other workers that it comes after.
+        owner: of each storage that several lanes touch, the worker that frees it; ``users``: the parts that touch it.
+        workers, count: how many workers there are, and parts.
+    """
+
+    def __init__(self, work: Work, *, by_lane: bool) -> None:
+        net, found = work.program.step, work.hazards
+        ops, blobs, numbers = net.ops, net.blobs, dict[str, int]()
+        known: dict[str, int] = {}
+
+        def worker(name: str) -> int:
+            if name not in known:
+                known[name] = numbers.setdefault(name if by_lane else lane_device(name), len(numbers))
+            return known[name]
+
+        self.seconds = work.seconds
+        self.parts: list[list[tuple[int, int]]] = []
+        self.count = 0
+        for op in ops:
+            count = parts_of(op)
+            self.parts.append([(self.count + n, worker(issued_on(op, blobs, n))) for n in range(count)])
+            self.count += count
+        self.after = [self._before(i, earlier, ops) for i, earlier in enumerate(found.earlier)]
+        self.owner = {name: worker(lane(blobs[name].device, "compute")) for name in found.shared}
+        self.users: dict[str, list[int]] = {name: [] for name in found.shared}
+        for touched, parts in zip(found.touched, self.parts, strict=True):
+            for name in touched:
+                if name in self.users:
+                    self.users[name] += [part for part, _ in parts]
+        self.workers = len(numbers)
+
+    def _before(self, i: int, earlier: Sequence[int], ops: Sequence[Operator]) -> list[int]:
+        """The parts that an operator comes after, but for those of its own worker."""
+        mine, read, found = {worker for _, worker in self.parts[i]}, ops[i].inputs, []
+        for other in earlier:
+            parts = self.parts[other]
+            if len(parts) > 1 and (made := [n for n, name in enumerate(ops[other].outputs) if name in read]):
+                parts = [parts[n] for n in made]
+            found += [part for part, worker in parts if mine != {worker}]
+        return found
+
+
+class Clock:
+    """When what is issued is executed, for one order.
+
+    Attributes:
+        free: by worker, when it is done with what was issued to it.
+        ends: of each part, when whoever waits for it goes on.
+    """
+
+    def __init__(self, of: PlanSeconds) -> None:
+        self.of, self.free, self.ends = of, [0.0] * of.workers, [0.0] * of.count
+
+    @property
+    def seconds(self) -> float:
+        """Of the step, when all is issued."""
+        return max(self.free)
+
+    def issue(self, group: Sequence[int], replaced: Sequence[str] = ()) -> None:
+        """Operators are executed that belong together: their workers wait first for all that any of them needs, and
+        whoever needs one of them waits for all.
+
+        Args:
+            group: their positions.
+            replaced: the storages that were in the receive buffers before into which copies of the group go.
+        """
+        of, free, ends = self.of, self.free, self.ends
+        for i in group:
+            if after := of.after[i]:
+                last = max([ends[part] for part in after])
+                for _, worker in of.parts[i]:
+                    if last > free[worker]:
+                        free[worker] = last
+        for storage in replaced:
+            self.wait(of.parts[group[0]][0][1], storage)
+        for i in group:
+            spent = of.seconds[i]
+            for part, worker in of.parts[i]:
+                ends[part] = free[worker] = free[worker] + spent
+        if len(group) > 1:
+            for i in group:
+                for part, worker in of.parts[i]:
+                    ends[part] = free[worker]
+
+    def drop(self, storage: str) -> None:
+        """A storage is freed once every worker is done with it."""
+        if storage in self.of.owner:
+            self.wait(self.of.owner[storage], storage)
+
+    def wait(self, worker: int, storage: str) -> None:
+        """A worker waits until all others are done with a storage."""
+        last = max([self.ends[part] for part in self.of.users.get(storage, ())], default=0.0)
+        if last > self.free[worker]:
+            self.free[worker] = last
