@@ -32,6 +32,7 @@ class OwnOrders:
 
     def __init__(self, work: Work, in_flight: int | None) -> None:
         self.work, self.in_flight = work, in_flight
+        self.known: dict[str, Schedule] = {}
 
     @cached_property
     def needs(self) -> list[Need]:
@@ -40,9 +41,11 @@ class OwnOrders:
 
     def unbeaten(self, schedule: str) -> Schedule:
         """A schedule without limits."""
-        found = self.found(schedule)
-        assert found is not None  # nothing beats it
-        return found
+        if schedule not in self.known:
+            found = self.found(schedule)
+            assert found is not None  # nothing beats it
+            self.known[schedule] = found
+        return self.known[schedule]
 
     def found(
         self,
@@ -103,15 +106,24 @@ class OwnOrders:
             simulated, held = _simulated(found), peaks(found)
             yield found, held
 
+    @cached_property
+    def overwriting(self) -> OwnOrders:
+        """Those of the same work, its operators in place."""
+        return OwnOrders(self.work.overwriting(), self.in_flight)
+
+    @cached_property
+    def plain(self) -> Schedule:
+        """1F1B without limits, and what it takes in place."""
+        return self.overwriting.unbeaten("1f1b")
+
     def within_1f1b(self, beaten: Beaten = UNBEATEN) -> Schedule | None:
         """Zero bubble, on no gpu with more than 1F1B takes on the fullest one after :func:`.share_storage`. 1F1B itself
         where that cannot be; None if it is beaten."""
-        orders = OwnOrders(self.work.overwriting(), self.in_flight)
-        plain, devices = orders.unbeaten("1f1b"), self.work.devices
+        plain, devices = self.plain, self.work.devices
         peaks = [peak for device, peak in zip(devices, _simulated(plain), strict=True) if device.startswith("gpu")]
         limits = [max(peaks) if device.startswith("gpu") else None for device in devices]
         worth = Beaten(min(plain.seconds, beaten.seconds))
-        for found, held in orders.tightened("zero_bubble", limits, _simulated, worth):
+        for found, held in self.overwriting.tightened("zero_bubble", limits, _simulated, worth):
             if _within(held, limits) and found.seconds < plain.seconds:
                 return found
         return plain if plain.seconds <= beaten.seconds else None

@@ -1,18 +1,19 @@
 """The search for the fastest order of micro-batches whose plan keeps within limits.
 
-Each order is judged as a plan: by the bytes that it holds, and the seconds that it takes. Tried are
+Each order is judged as a plan: by the bytes that the plan holds, and by the seconds that it takes. These are tried:
 
-1. the own orders of the schedules, which no limits change;
-2. what the schedule finds within the limits;
-3. what it finds within limits that are in proportion to these, on levels that these do not shift::
+1. the schedules' own orders, which do not depend on the limits;
+2. what a schedule finds within the limits, and less where its plan exceeds them;
+3. what a schedule finds within smaller limits, in proportion to those that were given::
 
-       floor   1/4   2/4   3/4   free      of a device's bytes, floor: the least, free: of the order without limits
-         |-----|-----|-----|-----|
-                          |                the limits: 3/4 and what is below it are tried, and the limits themselves
+       least         free
+         |--|--|--|--|             levels, between the least that micro-batches take and what the own order takes
+                    |              the limits: the three levels below are tried
 
-4. plainer orders: 1F1B within the limits, one micro-batch at a time, one after the other.
+4. one micro-batch at a time.
 
-Larger limits have all that smaller ones have of 1 and 3, and of 4 what knows no limits.
+All multiples of some limits have the same levels. So an order of 1, 3 or 4 that is tried within some limits is tried
+within their multiples, too, and larger limits make no longer step of it. What 2 finds has no such proof.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from .plan_figures import Figures, PlanFigures
 
 __all__ = ["Judge", "Within", "excess"]
 
-_OWN: Final[Mapping[str, tuple[str, ...]]] = {
-    "zero_bubble": ("zero_bubble", "1f1b", "gpipe"),
+_PLAINER: Final[Mapping[str, tuple[str, ...]]] = {
+    "zero_bubble": ("zero_bubble", "1f1b"),
     "1f1b": ("1f1b",),
     "gpipe": ("gpipe", "1f1b"),
 }
-"""By schedule, those whose orders it may take: its own, and plainer ones."""
+"""By schedule, those whose orders it may take: its own, and those of a plainer one."""
 
-_LEVELS: Final = 16
-_SIMULATED: Final = 16_384
+_LEVELS: Final = 8
+_SIMULATED: Final = 8_192
 """How many levels are tried at the most, and how many operators their simulations may come to: the orders of many
 operators differ by less."""
 
@@ -127,14 +128,15 @@ class Within:
         """The orders to try, one after the other, but for those that are beaten."""
         own = self.orders.unbeaten(self.schedule).order
         yield own
-        yield from self.tightened(self.schedule)
-        for schedule in _OWN[self.schedule][1:]:
-            yield from _orders(self.orders.found(schedule, beaten=self.beaten))
         if self.schedule == "zero_bubble":
+            yield self.orders.plain.order
             yield from _orders(self.orders.within_1f1b(self.beaten))
-        yield from self.levels(self.judge.of(own).peaks)
-        if self.schedule != "1f1b":
-            yield from self.tightened("1f1b")
+            yield from _orders(self.orders.found("gpipe", beaten=self.beaten))
+        elif self.schedule == "gpipe":
+            yield from _orders(self.orders.found("1f1b", beaten=self.beaten))
+        for schedule in _PLAINER[self.schedule]:
+            yield from self.tightened(schedule)
+            yield from self.levels(schedule, self.judge.of(own).peaks)
         yield from _orders(self.orders.found("1f1b", in_flight=1, beaten=self.beaten))
         if self.best is None:
             yield one_after_the_other(self.work)
@@ -147,11 +149,12 @@ class Within:
             if all(limit is None or peak <= limit for peak, limit in zip(held, self.most, strict=True)):
                 return
 
-    def levels(self, free: Mapping[str, int]) -> Iterator[Sequence[int]]:
-        """What the schedule finds on levels within the limits, the highest first.
+    def levels(self, schedule: str, free: Mapping[str, int]) -> Iterator[Sequence[int]]:
+        """What a schedule finds within smaller limits, the largest first.
 
         Args:
-            free: by device, what the schedule's own plan holds.
+            schedule: its name.
+            free: by device, what the plan of an order without limits holds.
         """
         devices = [
             (need.least + base, free[device], limit)
@@ -167,7 +170,7 @@ class Within:
             share = lowest + (highest - lowest) * level / count
             if lowest < share <= 1:
                 limits = [None if limit is None else int(share * limit) for limit in self.most]
-                yield from _orders(self.orders.found(self.schedule, limits, beaten=self.beaten))
+                yield from _orders(self.orders.found(schedule, limits, beaten=self.beaten))
 
     def planned(self, found: Schedule) -> Sequence[int]:
         """The most bytes on each device, as predicted for the plan of a schedule."""

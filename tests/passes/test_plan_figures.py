@@ -10,7 +10,8 @@ import torch
 from graphir.passes import plan_figures
 from graphir.passes.list_schedule import RANKS, Rules, list_schedule
 from graphir.passes.micro_work import Work
-from graphir.passes.plan_figures import PlanPeaks
+from graphir.passes.plan_figures import PlanFigures
+from graphir.passes.plan_seconds import PlanSeconds
 from micro import captured, mlp
 
 import graphir
@@ -46,17 +47,26 @@ CASES: dict[str, Callable[[], Program]] = {
 }
 
 
+def figures(program: Program) -> PlanFigures:
+    work = Work(program, 4)
+    return PlanFigures(work, PlanSeconds(work, by_lane=False))
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_peaks_are_those_of_the_plan(name: str) -> None:
+def test_figures_are_those_of_the_plan(name: str) -> None:
     program = passes.inject_copies(CASES[name]())
     work = Work(program, 4)
-    peaks = PlanPeaks(work)
+    threads, streams = (PlanFigures(work, PlanSeconds(work, by_lane=by_lane)) for by_lane in (False, True))
     for ranks in RANKS.values():
         found = list_schedule(work, Rules(ranks))
         assert found is not None
         ops = tuple([program.step.ops[i] for i in found.order])
-        ordered = program.with_(step=program.step.with_(ops=ops))
-        assert peaks.of(found.order) == dict(graphir.memory(passes.emit(ordered, ahead=0)).peak)
+        plan = passes.emit(program.with_(step=program.step.with_(ops=ops)), ahead=0)
+        peaks, seconds = threads.of(found.order)
+        assert peaks == dict(graphir.memory(plan).peak)
+        assert seconds == pytest.approx(graphir.overlap(plan).seconds, rel=1e-9)
+        assert streams.of(found.order).seconds == pytest.approx(graphir.overlap(plan, worker=str).seconds, rel=1e-9)
+        assert found.seconds <= (1 + 1e-9) * seconds  # a schedule that is beaten would be a plan that is
 
 
 def test_what_was_measured_goes_before_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,5 +77,5 @@ def test_what_was_measured_goes_before_formulas(monkeypatch: pytest.MonkeyPatch)
     measured = Profile(machine(), calls)
     monkeypatch.setattr(plan_figures, "at_hand", lambda: measured)
     expected = graphir.memory(passes.emit(program, ahead=0), profile=measured).peak
-    assert PlanPeaks(Work(program, 4)).of(range(len(program.step.ops))) == dict(expected)
+    assert figures(program).of(range(len(program.step.ops))).peaks == dict(expected)
     assert expected != graphir.memory(passes.emit(program, ahead=0), profile=None).peak
