@@ -127,8 +127,8 @@ def pipeline(
             ``graphir.memory(plan)`` at the captured sizes, with inputs, state and scratch. The fastest plan that keeps
             within them is taken: for zero bubble of the orders of all schedules, for GPipe of its own and 1F1B's, for
             1F1B of its own. No step is longer than that of such an own order within the limits. By default none for
-            1F1B and GPipe; for zero bubble, on every gpu, what the simulation of 1F1B takes on the fullest one, which may differ
-            from a plan's peak by a few copies. ``{}`` is no limit.
+            1F1B and GPipe; for zero bubble, on every gpu, what the simulation of 1F1B takes on the fullest one, which
+            may differ from a plan's peak by a few copies. ``{}`` is no limit.
         in_flight: how many micro-batches may be on a device at a time, begun and not done; as 1F1B finds it, and any
             number for the others, by default.
         topology: how fast devices and links are: a topology, or the name of one; by default this machine, as
