@@ -27,7 +27,7 @@ from .micro_work import INPUT, WEIGHT, Work
 from .pipeline_needs import Need
 from .rooms import Room, Segment
 
-__all__ = ["RANKS", "UNBEATEN", "Beaten", "Rules", "Schedule", "list_schedule"]
+__all__ = ["RANKS", "ROUNDING", "UNBEATEN", "Beaten", "Rules", "Schedule", "list_schedule"]
 
 RANKS: Final[Mapping[str, tuple[int, int, int, int]]] = {
     "gpipe": (0, 1, 1, 2),
@@ -65,7 +65,7 @@ class Beaten(NamedTuple):
     peaks: Sequence[int | None] | None = None
 
 
-_ROUNDING: Final = 1 + 1e-9
+ROUNDING: Final = 1 + 1e-9
 """Sums of the same seconds in another order differ by less."""
 
 UNBEATEN: Final = Beaten()
@@ -127,7 +127,7 @@ class _Simulation:
         self.dirty: set[int] = set()
         self.held_up: set[int] = set()
         self.now = 0.0
-        self.due = [_ROUNDING * beaten.seconds - load for load in work.loads]
+        self.due = [ROUNDING * beaten.seconds - load for load in work.loads]
         self.useless, self.forced_at = False, -1
         self.gated: list[bool] = []
         self.rooms: list[Room] = []

@@ -199,7 +199,7 @@ class _Ordering:
         holds, if that one or another is found with it. The last orders that are tried do not depend on limits."""
         needed = [
             {device: peaks[device] for device, limit in limits.items() if peaks[device] > limit}
-            for peaks, _ in sorted(judge.known.values(), key=lambda found: excess(found.peaks, limits))
+            for peaks, _ in sorted(map(judge.of, [*judge.known]), key=lambda found: excess(found.peaks, limits))
         ]
         return next(more for more in needed if Within(self.orders, judge, schedule, {**limits, **more}).is_kept())
 

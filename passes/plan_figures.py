@@ -7,12 +7,14 @@ allocate inside, what they wait for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from graphir.analysis.buffers import Buffers
+from graphir.analysis.hazards import outliving
 from graphir.analysis.profile_files import at_hand
 from graphir.analysis.sources import measured_of
 from graphir.ir.plan import issued_as
@@ -46,7 +48,7 @@ class PlanFigures:
     Attributes:
         base: by device, the bytes of state and inputs, which stay.
         storages: each other storage: (device, bytes).
-        tasks: operators and frees.
+        tasks: operators and frees; ``freed``: the storages that are freed.
         copies: the operators that receive what no operator has made before, and what that is.
         parts: of each operator, what its instructions make, one after the other: (device, bytes made, bytes that are
             allocated inside).
@@ -58,6 +60,7 @@ class PlanFigures:
         self.tasks = Tasks(self.net, self.dims, work.hazards)
         ops, blobs, places = self.net.ops, self.net.blobs, work.places
         taken = measured_of(self.net, self.dims, torch.get_num_threads(), at_hand())
+        self.freed = set().union(*work.touched) - outliving(self.net)
         self.base = list(sizes.base)
         self.storages = {name: (place, nbytes) for name, (place, nbytes, _) in sizes.storages.items()}
         kept = {blobs[ops[i].outputs[0]].storage: found.kept for i, found in taken.items() if found.kept}
@@ -87,11 +90,19 @@ class PlanFigures:
         Args:
             order: the positions of the operators in the program.
         """
-        storages, copies, issues = self.storages, self.copies, self.tasks.issued(order, 0)
+        found = self.unbeaten(order, {}, math.inf)
+        assert found is not None  # nothing beats it
+        return found
+
+    def unbeaten(self, order: Sequence[int], limits: Mapping[str, int], seconds: float) -> Figures | None:
+        """The same, unless the plan exceeds limits by device or takes longer than so many seconds: no more is found of
+        it then."""
+        storages, copies, parts = self.storages, self.copies, self.parts
         buffers = Buffers(self.net, self.dims)
-        buffers.freed.update([issue for issue in issues if isinstance(issue, str)])
-        live, peaks, clock = list(self.base), list(self.base), Clock(self.seconds)
-        for issue in issues:
+        buffers.freed.update(self.freed)
+        live, peaks, clock = list(self.base), list(self.base), Clock(self.seconds, seconds)
+        most = [limits.get(device, math.inf) for device in self.devices]
+        for issue in self.tasks.issued(order, 0):
             if isinstance(issue, str):
                 clock.drop(issue)
                 if issue in buffers.numbers:
@@ -104,13 +115,19 @@ class PlanFigures:
             clock.issue(issue, [storage for storage in held if storage is not None])
             for i in issue:
                 received = i in copies and copies[i] in buffers.numbers
-                for place, made, inside in self.parts[i]:
+                for place, made, inside in parts[i]:
                     if not received:
                         live[place] += made
                     if live[place] + inside > peaks[place]:
                         peaks[place] = live[place] + inside
-        for (place, _), most in self.received(buffers).items():
-            peaks[place] += most
+                        if peaks[place] > most[place]:
+                            return None
+            if clock.beaten:
+                return None
+        for (place, _), nbytes in self.received(buffers).items():
+            peaks[place] += nbytes
+        if any(peak > limit for peak, limit in zip(peaks, most, strict=True)) or clock.seconds > seconds:
+            return None
         return Figures(dict(zip(self.devices, peaks, strict=True)), clock.seconds)
 
     def received(self, buffers: Buffers) -> dict[tuple[int, int], int]:

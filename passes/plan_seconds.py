@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from graphir.ir.operator import Operator
 from graphir.ir.plan import issued_on, lane, lane_device, parts_of
 
+from .list_schedule import ROUNDING
 from .micro_work import Work
 
 __all__ = ["Clock", "PlanSeconds"]
@@ -31,7 +32,8 @@ class PlanSeconds:
         parts: of each operator, (part, worker).
         after: of each operator, the parts of other workers that it comes after.
         owner: of each storage that several lanes touch, the worker that frees it; ``users``: the parts that touch it.
-        workers, count: how many workers there are, and parts.
+        loads: by worker, the seconds of its operators.
+        count: of parts.
     """
 
     def __init__(self, work: Work, *, by_lane: bool) -> None:
@@ -58,7 +60,10 @@ class PlanSeconds:
             for name in touched:
                 if name in self.users:
                     self.users[name] += [part for part, _ in parts]
-        self.workers = len(numbers)
+        self.loads = [0.0] * len(numbers)
+        for spent, parts in zip(self.seconds, self.parts, strict=True):
+            for _, worker in parts:
+                self.loads[worker] += spent
 
     def _before(self, i: int, earlier: Sequence[int], ops: Sequence[Operator]) -> list[int]:
         """The parts that an operator comes after, but for those of its own worker."""
@@ -77,10 +82,14 @@ class Clock:
     Attributes:
         free: by worker, when it is done with what was issued to it.
         ends: of each part, when whoever waits for it goes on.
+        due: by worker, until when it has to begin what is issued to it next for the step to take no longer than *most*
+            seconds: all else comes behind it.
+        beaten: whether the step takes longer.
     """
 
-    def __init__(self, of: PlanSeconds) -> None:
-        self.of, self.free, self.ends = of, [0.0] * of.workers, [0.0] * of.count
+    def __init__(self, of: PlanSeconds, most: float) -> None:
+        self.of, self.free, self.ends = of, [0.0] * len(of.loads), [0.0] * of.count
+        self.due, self.beaten = [ROUNDING * most - load for load in of.loads], False
 
     @property
     def seconds(self) -> float:
@@ -95,7 +104,7 @@ class Clock:
             group: their positions.
             replaced: the storages that were in the receive buffers before into which copies of the group go.
         """
-        of, free, ends = self.of, self.free, self.ends
+        of, free, ends, due = self.of, self.free, self.ends, self.due
         for i in group:
             if after := of.after[i]:
                 last = max([ends[part] for part in after])
@@ -107,7 +116,11 @@ class Clock:
         for i in group:
             spent = of.seconds[i]
             for part, worker in of.parts[i]:
-                ends[part] = free[worker] = free[worker] + spent
+                start = free[worker]
+                if start > due[worker]:
+                    self.beaten = True
+                due[worker] += spent
+                ends[part] = free[worker] = start + spent
         if len(group) > 1:
             for i in group:
                 for part, worker in of.parts[i]:

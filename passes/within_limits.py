@@ -28,13 +28,6 @@ from .plan_figures import Figures, PlanFigures
 
 __all__ = ["Judge", "Within", "excess"]
 
-_PLAINER: Final[Mapping[str, tuple[str, ...]]] = {
-    "zero_bubble": ("zero_bubble", "1f1b"),
-    "1f1b": ("1f1b",),
-    "gpipe": ("gpipe", "1f1b"),
-}
-"""By schedule, those whose orders it may take: its own, and those of a plainer one."""
-
 _LEVELS: Final = 8
 _SIMULATED: Final = 8_192
 """How many levels are tried at the most, and how many operators their simulations may come to: the orders of many
@@ -45,17 +38,16 @@ class Judge:
     """What plans of one program come to.
 
     Args:
-        work: of its step.
         figures: of its plans.
         exact: the seconds of the plan of an order, where these are more than the figures say.
 
     Attributes:
-        known: figures, by order.
+        known: figures, by order; None: the plan was given up before all was found of it.
     """
 
     def __init__(self, figures: PlanFigures, exact: Callable[[Sequence[int]], float] | None = None) -> None:
         self.figures, self.exact = figures, exact
-        self.known: dict[tuple[int, ...], Figures] = {}
+        self.known: dict[tuple[int, ...], Figures | None] = {}
         self.exactly: dict[tuple[int, ...], float] = {}
 
     def of(self, order: Sequence[int]) -> Figures:
@@ -65,15 +57,18 @@ class Judge:
             found = self.known[key] = self.figures.of(order)
         return found
 
-    def seconds(self, order: Sequence[int], best: float) -> float:
-        """Those of an order; any that are more than the *best* if it takes more."""
-        least = self.of(order).seconds
-        if self.exact is None or least >= best:
-            return least
-        found = self.exactly.get(key := tuple(order))
+    def seconds(self, order: Sequence[int], limits: Mapping[str, int], best: float) -> float | None:
+        """Those of an order; None if it exceeds the limits or takes longer than the best."""
+        found = self.known.get(key := tuple(order))
         if found is None:
-            found = self.exactly[key] = self.exact(order)
-        return found
+            found = self.known[key] = self.figures.unbeaten(order, limits, best)
+        if found is None or found.seconds > best or excess(found.peaks, limits):
+            return None
+        if self.exact is None:
+            return found.seconds
+        if key not in self.exactly:
+            self.exactly[key] = self.exact(order)
+        return self.exactly[key]
 
 
 class _Best(NamedTuple):
@@ -91,6 +86,7 @@ class Within:
         limits: by device, in bytes.
 
     Attributes:
+        count: of levels.
         best: the fastest so far that keeps within the limits.
     """
 
@@ -98,6 +94,7 @@ class Within:
         self.orders, self.judge, self.schedule, self.limits = orders, judge, schedule, limits
         self.work: Work = orders.work
         self.most = [limits.get(device) for device in self.work.devices]
+        self.count = _levels(len(self.work.micro))
         self.best: _Best | None = None
 
     def fastest(self) -> Sequence[int] | None:
@@ -111,12 +108,12 @@ class Within:
         return any(map(self.offer, self.tried()))
 
     def offer(self, order: Sequence[int]) -> bool:
-        """Take an order if it is the best so far; return whether it keeps within the limits."""
-        if excess(self.judge.of(order).peaks, self.limits):
+        """Take an order if it is the best so far, and keeps within the limits; return whether."""
+        best = self.beaten.seconds
+        seconds = self.judge.seconds(order, self.limits, best)
+        if seconds is None or (self.best is not None and seconds >= best):
             return False
-        seconds = self.judge.seconds(order, self.beaten.seconds)
-        if self.best is None or seconds < self.best.seconds:
-            self.best = _Best(order, seconds)
+        self.best = _Best(order, seconds)
         return True
 
     @property
@@ -126,18 +123,24 @@ class Within:
 
     def tried(self) -> Iterator[Sequence[int]]:
         """The orders to try, one after the other, but for those that are beaten."""
-        own = self.orders.unbeaten(self.schedule).order
-        yield own
-        if self.schedule == "zero_bubble":
-            yield self.orders.plain.order
-            yield from _orders(self.orders.within_1f1b(self.beaten))
-            yield from _orders(self.orders.found("gpipe", beaten=self.beaten))
-        elif self.schedule == "gpipe":
-            yield from _orders(self.orders.found("1f1b", beaten=self.beaten))
-        for schedule in _PLAINER[self.schedule]:
-            yield from self.tightened(schedule)
-            yield from self.levels(schedule, self.judge.of(own).peaks)
-        yield from _orders(self.orders.found("1f1b", in_flight=1, beaten=self.beaten))
+        orders, schedule = self.orders, self.schedule
+        free = orders.unbeaten(schedule).order
+        if self.count:
+            self.judge.of(free)  # levels ask for all of it
+        yield free
+        yield from self.tightened(schedule)
+        if schedule == "zero_bubble":
+            if orders.plain.seconds <= self.beaten.seconds:
+                yield orders.plain.order
+            yield from _orders(orders.within_1f1b(self.beaten))
+            yield from _orders(orders.found("gpipe", beaten=self.beaten))
+        elif schedule == "gpipe":
+            yield from _orders(orders.found("1f1b", beaten=self.beaten))
+        yield from self.levels(schedule, free)
+        if schedule != "1f1b":
+            yield from self.tightened("1f1b")
+            yield from self.levels("1f1b", free)
+        yield from _orders(orders.found("1f1b", in_flight=1, beaten=self.beaten))
         if self.best is None:
             yield one_after_the_other(self.work)
 
@@ -149,15 +152,18 @@ class Within:
             if all(limit is None or peak <= limit for peak, limit in zip(held, self.most, strict=True)):
                 return
 
-    def levels(self, schedule: str, free: Mapping[str, int]) -> Iterator[Sequence[int]]:
+    def levels(self, schedule: str, free: Sequence[int]) -> Iterator[Sequence[int]]:
         """What a schedule finds within smaller limits, the largest first.
 
         Args:
             schedule: its name.
-            free: by device, what the plan of an order without limits holds.
+            free: an order without limits.
         """
+        if not self.count:
+            return
+        most = self.judge.of(free).peaks
         devices = [
-            (need.least + base, free[device], limit)
+            (need.least + base, most[device], limit)
             for device, need, base, limit in zip(
                 self.work.devices, self.orders.needs, self.work.bytes.base, self.most, strict=True
             )
@@ -165,9 +171,8 @@ class Within:
         ]
         lowest = max([least / limit for least, _, limit in devices])
         highest = max([most / limit for _, most, limit in devices])
-        count = min(_LEVELS, _SIMULATED // len(self.work.micro))
-        for level in range(count, 0, -1):
-            share = lowest + (highest - lowest) * level / count
+        for level in range(self.count, 0, -1):
+            share = lowest + (highest - lowest) * level / self.count
             if lowest < share <= 1:
                 limits = [None if limit is None else int(share * limit) for limit in self.most]
                 yield from _orders(self.orders.found(schedule, limits, beaten=self.beaten))
@@ -180,6 +185,12 @@ class Within:
 def excess(peaks: Mapping[str, int], limits: Mapping[str, int]) -> int:
     """The bytes by which peaks exceed limits, together."""
     return sum([max(0, peaks[device] - limit) for device, limit in limits.items()])
+
+
+def _levels(operators: int) -> int:
+    """How many levels are tried of a step; a single one is what the own order takes."""
+    count = min(_LEVELS, _SIMULATED // operators)
+    return count if count > 1 else 0
 
 
 def _orders(found: Schedule | None) -> Iterator[Sequence[int]]:
