@@ -58,11 +58,9 @@ class Beaten(NamedTuple):
 
     Attributes:
         seconds: it takes longer.
-        peaks: a device holds more bytes; None: any number will do.
     """
 
     seconds: float = math.inf
-    peaks: Sequence[int | None] | None = None
 
 
 ROUNDING: Final = 1 + 1e-9
@@ -85,7 +83,11 @@ class Schedule(NamedTuple):
 
 
 def list_schedule(
-    work: Work, rules: Rules, needs: Sequence[Need] | None = None, beaten: Beaten = UNBEATEN
+    work: Work,
+    rules: Rules,
+    needs: Sequence[Need] | None = None,
+    beaten: Beaten = UNBEATEN,
+    granted: list[int] | None = None,
 ) -> Schedule | None:
     """A schedule of all operators; None if it is beaten.
 
@@ -94,8 +96,14 @@ def list_schedule(
         rules: what the schedule keeps to.
         needs: what micro-batches need, where there are limits.
         beaten: what schedule is of no use.
+        granted: by device, raised to the most bytes that were asked for and that keep within the limit. Limits from
+            these to those of the rules make no difference.
     """
-    return _Simulation(work, rules, needs, beaten).run()
+    simulation = _Simulation(work, rules, needs, beaten)
+    found = simulation.run()
+    if granted is not None:
+        granted[:] = map(max, granted, [room.granted for room in simulation.rooms])
+    return found
 
 
 class _Simulation:
@@ -147,7 +155,6 @@ class _Simulation:
         self.rooms = [Room(work.counts[d], limits[d], in_flight[d], base[d], of[d]) for d in range(devices)]
         self.sizes, self.uses = work.bytes, list(work.bytes.uses)
         self.segments, self.gated = work.segments, work.entering if needs is None else work.allocating
-        self.most = self.beaten.peaks or [None] * devices
         for room, nbytes in zip(self.rooms, work.most_for_weights if self.defers else (), strict=False):
             room.spare = 2 * nbytes
 
@@ -324,9 +331,6 @@ class _Simulation:
             top += sizes.top(i, self.uses)
         if top > room.top:
             room.top = top
-        most = self.most[place]
-        if most is not None and room.top + room.pool > most:
-            self.useless = True
 
     def leave(self, i: int) -> None:
         """An operator ends: what it used last is freed, and a segment may be done."""

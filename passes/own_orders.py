@@ -28,11 +28,17 @@ class OwnOrders:
     Args:
         work: of the step.
         in_flight: how many micro-batches may be on a device at a time; None: as many as the schedule lets in.
+
+    Attributes:
+        known: schedules without limits, by name.
+        granted: of each schedule that was looked for within limits, its name, the limits, and the least limits within
+            which it is the same.
     """
 
     def __init__(self, work: Work, in_flight: int | None) -> None:
         self.work, self.in_flight = work, in_flight
         self.known: dict[str, Schedule] = {}
+        self.granted: list[tuple[str, Sequence[int | None], list[int]]] = []
 
     @cached_property
     def needs(self) -> list[Need]:
@@ -55,23 +61,37 @@ class OwnOrders:
         beaten: Beaten = UNBEATEN,
     ) -> Schedule | None:
         """What a schedule gives, unless it is beaten."""
-        work, ranks = self.work, RANKS[schedule]
+        work, ranks, finishes, granted = self.work, RANKS[schedule], schedule == "1f1b", [0 for _ in self.work.devices]
         needs = None if limits is None else self.needs
+        if limits is not None:
+            self.granted.append((schedule, tuple(limits), granted))
+
+        def simulated(most: Sequence[int] | None, beaten: Beaten) -> Schedule | None:
+            return list_schedule(work, Rules(ranks, most, limits, finishes), needs, beaten, granted if limits else None)
+
         given = in_flight or self.in_flight
-        finishes = schedule == "1f1b"
         if given or not finishes:
-            most = [given] * len(work.devices) if given else None
-            return list_schedule(work, Rules(ranks, most, limits, finishes), needs, beaten)
+            return simulated([given] * len(work.devices) if given else None, beaten)
         most = self.most_in_flight
-        best = list_schedule(work, Rules(ranks, most, limits, finishes), needs, beaten)
+        best = simulated(most, beaten)
         for more in range(1, _MORE + 1) if best is not None and self.comes_back else ():
             assert best is not None
-            worth = Beaten(seconds=_WORTHWHILE * best.seconds)
-            other = list_schedule(work, Rules(ranks, [n + more for n in most], limits, finishes), needs, worth)
+            other = simulated([n + more for n in most], Beaten(_WORTHWHILE * best.seconds))
             if other is None:
                 break
             best = other
         return best
+
+    def is_same(self, schedule: str, limits: Sequence[int | None], since: int) -> bool:
+        """Whether what a schedule gives within limits is what it gave within one of those *since*."""
+        return any(
+            name == schedule
+            and all(
+                limit is most is None or (limit is not None and most is not None and least <= limit <= most)
+                for limit, least, most in zip(limits, granted, given, strict=True)
+            )
+            for name, given, granted in self.granted[since:]
+        )
 
     @cached_property
     def most_in_flight(self) -> list[int]:

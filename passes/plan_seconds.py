@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from graphir.ir.operator import Operator
-from graphir.ir.plan import issued_on, lane, lane_device, parts_of
+from graphir.ir.plan import issued_as, issued_on, lane, lane_device, parts_of
 
 from .list_schedule import ROUNDING
 from .micro_work import Work
@@ -39,20 +39,23 @@ class PlanSeconds:
     def __init__(self, work: Work, *, by_lane: bool) -> None:
         net, found = work.program.step, work.hazards
         ops, blobs, numbers = net.ops, net.blobs, dict[str, int]()
-        known: dict[str, int] = {}
+        workers: dict[int, int] = {}  # of lanes
 
         def worker(name: str) -> int:
-            if name not in known:
-                known[name] = numbers.setdefault(name if by_lane else lane_device(name), len(numbers))
-            return known[name]
+            return numbers.setdefault(name if by_lane else lane_device(name), len(numbers))
 
         self.seconds = work.seconds
         self.parts: list[list[tuple[int, int]]] = []
         self.count = 0
-        for op in ops:
-            count = parts_of(op)
-            self.parts.append([(self.count + n, worker(issued_on(op, blobs, n))) for n in range(count)])
-            self.count += count
+        for op, at in zip(ops, work.lane, strict=True):
+            if issued_as(op) == "collective":
+                on = [worker(issued_on(op, blobs, n)) for n in range(parts_of(op))]
+            else:
+                if at not in workers:
+                    workers[at] = worker(issued_on(op, blobs))
+                on = [workers[at]]
+            self.parts.append([(self.count + n, each) for n, each in enumerate(on)])
+            self.count += len(on)
         self.after = [self._before(i, earlier, ops) for i, earlier in enumerate(found.earlier)]
         self.owner = {name: worker(lane(blobs[name].device, "compute")) for name in found.shared}
         self.users: dict[str, list[int]] = {name: [] for name in found.shared}
@@ -68,11 +71,14 @@ class PlanSeconds:
     def _before(self, i: int, earlier: Sequence[int], ops: Sequence[Operator]) -> list[int]:
         """The parts that an operator comes after, but for those of its own worker."""
         mine, read, found = {worker for _, worker in self.parts[i]}, ops[i].inputs, []
+        only = mine.pop() if len(mine) == 1 else -1
         for other in earlier:
             parts = self.parts[other]
             if len(parts) > 1 and (made := [n for n, name in enumerate(ops[other].outputs) if name in read]):
                 parts = [parts[n] for n in made]
-            found += [part for part, worker in parts if mine != {worker}]
+            for part, worker in parts:
+                if worker != only:
+                    found.append(part)
         return found
 
 

@@ -87,6 +87,7 @@ class Within:
 
     Attributes:
         count: of levels.
+        since: how many schedules had been looked for within limits before.
         best: the fastest so far that keeps within the limits.
     """
 
@@ -95,6 +96,7 @@ class Within:
         self.work: Work = orders.work
         self.most = [limits.get(device) for device in self.work.devices]
         self.count = _levels(len(self.work.micro))
+        self.since = len(orders.granted)
         self.best: _Best | None = None
 
     def fastest(self) -> Sequence[int] | None:
@@ -175,7 +177,8 @@ class Within:
             share = lowest + (highest - lowest) * level / self.count
             if lowest < share <= 1:
                 limits = [None if limit is None else int(share * limit) for limit in self.most]
-                yield from _orders(self.orders.found(schedule, limits, beaten=self.beaten))
+                if not self.orders.is_same(schedule, limits, self.since):
+                    yield from _orders(self.orders.found(schedule, limits, beaten=self.beaten))
 
     def planned(self, found: Schedule) -> Sequence[int]:
         """The most bytes on each device, as predicted for the plan of a schedule."""
