@@ -29,7 +29,7 @@ from .plan_figures import Figures, PlanFigures
 __all__ = ["Judge", "Within", "excess"]
 
 _LEVELS: Final = 8
-_SIMULATED: Final = 8_192
+_SIMULATED: Final = 4_096
 """How many levels are tried at the most, and how many operators their simulations may come to: the orders of many
 operators differ by less."""
 
@@ -124,27 +124,38 @@ class Within:
         return Beaten() if self.best is None else Beaten(self.best.seconds)
 
     def tried(self) -> Iterator[Sequence[int]]:
-        """The orders to try, one after the other, but for those that are beaten."""
+        """The orders to try, one after the other, but for those that are beaten. What is likely to be the fastest comes
+        first: of a large step, whose search may be left out, an own order."""
         orders, schedule = self.orders, self.schedule
         free = orders.unbeaten(schedule).order
         if self.count:
             self.judge.of(free)  # levels ask for all of it
         yield free
-        yield from self.tightened(schedule)
+        if self.count:
+            yield from self.tightened(schedule)
         if schedule == "zero_bubble":
+            yield from _orders(orders.within_1f1b(self.beaten))
             if orders.plain.seconds <= self.beaten.seconds:
                 yield orders.plain.order
-            yield from _orders(orders.within_1f1b(self.beaten))
             yield from _orders(orders.found("gpipe", beaten=self.beaten))
         elif schedule == "gpipe":
             yield from _orders(orders.found("1f1b", beaten=self.beaten))
-        yield from self.levels(schedule, free)
-        if schedule != "1f1b":
-            yield from self.tightened("1f1b")
-            yield from self.levels("1f1b", free)
+        if self.count or not self.is_filled():
+            for name in dict.fromkeys((schedule, "1f1b")):
+                if not self.count or name != schedule:
+                    yield from self.tightened(name)
+                yield from self.levels(name, free)
         yield from _orders(orders.found("1f1b", in_flight=1, beaten=self.beaten))
         if self.best is None:
             yield one_after_the_other(self.work)
+
+    def is_filled(self) -> bool:
+        """Whether the best so far leaves a device less room than the forward of one more micro-batch leaves behind."""
+        if self.best is None:
+            return False
+        held = zip(self.work.devices, self.orders.overwriting.needs, strict=True)
+        peaks, limits = self.judge.of(self.best.order).peaks, self.limits
+        return any(device in limits and limits[device] - peaks[device] < need.held for device, need in held)
 
     def tightened(self, schedule: str) -> Iterator[Sequence[int]]:
         """What a schedule finds within the limits, up to the first order whose plan keeps within them. A plan issues
