@@ -65,8 +65,8 @@ class PlanSeconds:
                     self.users[name] += [part for part, _ in parts]
         self.loads = [0.0] * len(numbers)
         for spent, parts in zip(self.seconds, self.parts, strict=True):
-            for _, worker in parts:
-                self.loads[worker] += spent
+            for _, each in parts:
+                self.loads[each] += spent
 
     def _before(self, i: int, earlier: Sequence[int], ops: Sequence[Operator]) -> list[int]:
         """The parts that an operator comes after, but for those of its own worker."""

@@ -12,6 +12,9 @@ Each order is judged as a plan: by the bytes that the plan holds, and by the sec
 
 4. one micro-batch at a time.
 
+Steps of more than 2,048 operators have no levels. Of these, zero bubble's order within its default limits is left out,
+too, if what was found leaves a device no room for the forward of one more micro-batch.
+
 All multiples of some limits have the same levels. So an order of 1, 3 or 4 that is tried within some limits is tried
 within their multiples, too, and larger limits make no longer step of it. What 2 finds has no such proof.
 """
@@ -29,9 +32,10 @@ from .plan_figures import Figures, PlanFigures
 __all__ = ["Judge", "Within", "excess"]
 
 _LEVELS: Final = 8
-_SIMULATED: Final = 4_096
-"""How many levels are tried at the most, and how many operators their simulations may come to: the orders of many
-operators differ by less."""
+_FEWEST: Final = 4
+_SIMULATED: Final = 8_192
+"""How many levels are tried at the most and at the least, and how many operators their simulations may come to. Steps
+of more operators have no levels."""
 
 
 class Judge:
@@ -125,26 +129,25 @@ class Within:
 
     def tried(self) -> Iterator[Sequence[int]]:
         """The orders to try, one after the other, but for those that are beaten. What is likely to be the fastest comes
-        first: of a large step, whose search may be left out, an own order."""
+        first. Of a large step, the order within the default limits is left out if there is no room for another one."""
         orders, schedule = self.orders, self.schedule
         free = orders.unbeaten(schedule).order
         if self.count:
             self.judge.of(free)  # levels ask for all of it
         yield free
-        if self.count:
-            yield from self.tightened(schedule)
-        if schedule == "zero_bubble":
-            yield from _orders(orders.within_1f1b(self.beaten))
+        yield from self.tightened(schedule)
+        if schedule == "zero_bubble" and (self.count or not self.is_filled()):
             if orders.plain.seconds <= self.beaten.seconds:
                 yield orders.plain.order
-            yield from _orders(orders.found("gpipe", beaten=self.beaten))
-        elif schedule == "gpipe":
+            yield from _orders(orders.within_1f1b(self.beaten))
+        elif schedule != "1f1b":
             yield from _orders(orders.found("1f1b", beaten=self.beaten))
-        if self.count or not self.is_filled():
-            for name in dict.fromkeys((schedule, "1f1b")):
-                if not self.count or name != schedule:
-                    yield from self.tightened(name)
-                yield from self.levels(name, free)
+        if schedule == "zero_bubble":
+            yield from _orders(orders.found("gpipe", beaten=self.beaten))
+        yield from self.levels(schedule, free)
+        if schedule != "1f1b":
+            yield from self.tightened("1f1b")
+            yield from self.levels("1f1b", free)
         yield from _orders(orders.found("1f1b", in_flight=1, beaten=self.beaten))
         if self.best is None:
             yield one_after_the_other(self.work)
@@ -153,7 +156,7 @@ class Within:
         """Whether the best so far leaves a device less room than the forward of one more micro-batch leaves behind."""
         if self.best is None:
             return False
-        held = zip(self.work.devices, self.orders.overwriting.needs, strict=True)
+        held = zip(self.work.devices, self.orders.needs, strict=True)
         peaks, limits = self.judge.of(self.best.order).peaks, self.limits
         return any(device in limits and limits[device] - peaks[device] < need.held for device, need in held)
 
@@ -202,9 +205,9 @@ def excess(peaks: Mapping[str, int], limits: Mapping[str, int]) -> int:
 
 
 def _levels(operators: int) -> int:
-    """How many levels are tried of a step; a single one is what the own order takes."""
+    """How many levels are tried of a step."""
     count = min(_LEVELS, _SIMULATED // operators)
-    return count if count > 1 else 0
+    return count if count >= _FEWEST else 0
 
 
 def _orders(found: Schedule | None) -> Iterator[Sequence[int]]:
