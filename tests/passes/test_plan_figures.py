@@ -10,6 +10,7 @@ import torch
 from graphir.passes import plan_figures
 from graphir.passes.list_schedule import RANKS, Rules, list_schedule
 from graphir.passes.micro_work import Work
+from graphir.passes.pipeline_needs import needs_of
 from graphir.passes.plan_figures import PlanFigures
 from graphir.passes.plan_seconds import PlanSeconds
 from micro import captured, mlp
@@ -67,6 +68,26 @@ def test_figures_are_those_of_the_plan(name: str) -> None:
         assert seconds == pytest.approx(graphir.overlap(plan).seconds, rel=1e-9)
         assert streams.of(found.order).seconds == pytest.approx(graphir.overlap(plan, worker=str).seconds, rel=1e-9)
         assert found.seconds <= (1 + 1e-9) * seconds  # a schedule that is beaten would be a plan that is
+
+
+def test_plans_that_exceed_a_limit_or_take_longer_are_given_up() -> None:
+    program = passes.inject_copies(CASES["short"]())
+    plans, order = figures(program), range(len(program.step.ops))
+    peaks, seconds = plans.of(order)
+    assert plans.unbeaten(order, peaks, seconds) == (peaks, seconds)
+    assert plans.unbeaten(order, peaks, 0.999 * seconds) is None
+    for device, nbytes in peaks.items():
+        assert plans.unbeaten(order, {device: nbytes - 1}, seconds) is None
+
+
+def test_limits_down_to_what_was_granted_make_no_difference() -> None:
+    work = Work(passes.inject_copies(CASES["short"]()), 4)
+    needs = needs_of(work)
+    given = [2 * (need.least + base) for need, base in zip(needs, work.bytes.base, strict=True)]
+    granted = [0 for _ in given]
+    found = list_schedule(work, Rules(RANKS["zero_bubble"], limits=given), needs, granted=granted)
+    assert all(0 < least < most for least, most in zip(granted[:2], given, strict=False))
+    assert found == list_schedule(work, Rules(RANKS["zero_bubble"], limits=granted), needs)
 
 
 def test_what_was_measured_goes_before_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
