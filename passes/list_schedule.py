@@ -27,7 +27,7 @@ from .micro_work import INPUT, WEIGHT, Work
 from .pipeline_needs import Need
 from .rooms import Room, Segment
 
-__all__ = ["RANKS", "UNBEATEN", "Beaten", "Rules", "Schedule", "list_schedule"]
+__all__ = ["RANKS", "ROUNDING", "UNBEATEN", "Beaten", "Rules", "Schedule", "list_schedule"]
 
 RANKS: Final[Mapping[str, tuple[int, int, int, int]]] = {
     "gpipe": (0, 1, 1, 2),
@@ -58,14 +58,12 @@ class Beaten(NamedTuple):
 
     Attributes:
         seconds: it takes longer.
-        peaks: a device holds more bytes; None: any number will do.
     """
 
     seconds: float = math.inf
-    peaks: Sequence[int | None] | None = None
 
 
-_ROUNDING: Final = 1 + 1e-9
+ROUNDING: Final = 1 + 1e-9
 """Sums of the same seconds in another order differ by less."""
 
 UNBEATEN: Final = Beaten()
@@ -75,7 +73,7 @@ UNBEATEN: Final = Beaten()
 class Schedule(NamedTuple):
     """Attributes:
     order: the operators, in the order in which they begin.
-    seconds: when the last one ends.
+    seconds: when the last one ends, if lanes keep to the order and nobody waits for memory, as no executor does.
     peaks: by device, the most bytes at once; None where nobody asked.
     """
 
@@ -85,7 +83,11 @@ class Schedule(NamedTuple):
 
 
 def list_schedule(
-    work: Work, rules: Rules, needs: Sequence[Need] | None = None, beaten: Beaten = UNBEATEN
+    work: Work,
+    rules: Rules,
+    needs: Sequence[Need] | None = None,
+    beaten: Beaten = UNBEATEN,
+    granted: list[int] | None = None,
 ) -> Schedule | None:
     """A schedule of all operators; None if it is beaten.
 
@@ -94,8 +96,14 @@ def list_schedule(
         rules: what the schedule keeps to.
         needs: what micro-batches need, where there are limits.
         beaten: what schedule is of no use.
+        granted: by device, raised to the most bytes that were asked for and that keep within the limit. Limits from
+            these to those of the rules make no difference.
     """
-    return _Simulation(work, rules, needs, beaten).run()
+    simulation = _Simulation(work, rules, needs, beaten)
+    found = simulation.run()
+    if granted is not None:
+        granted[:] = map(max, granted, [room.granted for room in simulation.rooms])
+    return found
 
 
 class _Simulation:
@@ -106,6 +114,7 @@ class _Simulation:
     due: by lane, until when its next operator has to begin for the schedule to be of use: all others come behind it.
     rooms: the devices, where what begins is to be let in; empty: all begins at once.
     limited: whether bytes are; ``defers``: and gradients of parameters come after forwards.
+    free, ends: where bytes are limited, when each lane and each operator is done if nobody waits for memory.
     sent: copies that begin whether they fit or not, as nothing else can.
     forced_at: how many operators had begun when a segment was last let in that does not fit.
     """
@@ -126,12 +135,13 @@ class _Simulation:
         self.dirty: set[int] = set()
         self.held_up: set[int] = set()
         self.now = 0.0
-        self.due = [_ROUNDING * beaten.seconds - load for load in work.loads]
+        self.due = [ROUNDING * beaten.seconds - load for load in work.loads]
         self.useless, self.forced_at = False, -1
         self.gated: list[bool] = []
         self.rooms: list[Room] = []
         limited = needs is not None and rules.limits is not None
         self.limited, self.sent = limited, set[int]()
+        self.free, self.ends = [0.0] * work.lanes, [0.0] * self.size
         self.defers = limited and rules.ranks[INPUT] < rules.ranks[WEIGHT]
         if limited or rules.in_flight is not None:
             self._furnish(needs if limited else None)
@@ -145,7 +155,6 @@ class _Simulation:
         self.rooms = [Room(work.counts[d], limits[d], in_flight[d], base[d], of[d]) for d in range(devices)]
         self.sizes, self.uses = work.bytes, list(work.bytes.uses)
         self.segments, self.gated = work.segments, work.entering if needs is None else work.allocating
-        self.most = self.beaten.peaks or [None] * devices
         for room, nbytes in zip(self.rooms, work.most_for_weights if self.defers else (), strict=False):
             room.spare = 2 * nbytes
 
@@ -191,9 +200,10 @@ class _Simulation:
                     heappush(begun[lane] if segment[other] == current[lane] else ready[lane], key[other])
                     if not busy[lane]:
                         dirty.add(lane)
-        if self.now > self.beaten.seconds:
+        seconds = max(self.free, default=0.0) if self.limited else self.now
+        if seconds > self.beaten.seconds:
             return None
-        return Schedule(self.order, self.now, [room.peak for room in self.rooms] or None)
+        return Schedule(self.order, seconds, [room.peak for room in self.rooms] or None)
 
     def becomes_ready(self, i: int) -> None:
         if self.rooms and self.gated[i]:
@@ -235,13 +245,22 @@ class _Simulation:
         else:
             return
         self.busy[lane] = True
-        if self.now > self.due[lane]:
+        if (self.planned(i, lane) if self.limited else self.now) > self.due[lane]:
             self.useless = True
         self.due[lane] += self.seconds[i]
         self.order.append(i)
         if self.rooms:
             self.enter(i)
         heappush(self.events, (self.now + self.seconds[i], i))
+
+    def planned(self, i: int, lane: int) -> float:
+        """When an operator that a lane takes now begins if nobody waits for memory."""
+        ends, start = self.ends, self.free[lane]
+        for other in self.work.hazards.earlier[i]:
+            if ends[other] > start:
+                start = ends[other]
+        ends[i] = self.free[lane] = start + self.seconds[i]
+        return start
 
     def receivable(self, ready: list[int]) -> int | None:
         """Take the best ready transfer that finds room where it goes, and keep back those before it."""
@@ -312,9 +331,6 @@ class _Simulation:
             top += sizes.top(i, self.uses)
         if top > room.top:
             room.top = top
-        most = self.most[place]
-        if most is not None and room.top + room.pool > most:
-            self.useless = True
 
     def leave(self, i: int) -> None:
         """An operator ends: what it used last is freed, and a segment may be done."""

@@ -13,6 +13,7 @@ to the micro-batch whose gradient it adds.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Final
@@ -54,6 +55,7 @@ class Bytes:
         used: for each operator, the storages that it touches and that the step frees, as numbers.
         uses: of each of these, how many operators touch it.
         freed: of each of these, (device, bytes, whether it is a copy's).
+        number: of each storage that the step makes, its number; -1: the step does not free it.
         scratch: for each operator, what it allocates inside.
         alters: for each operator, whether it allocates something inside or may overwrite something.
         takes: for each operator, the bytes that it takes beyond what is there before it, if what it could overwrite is
@@ -62,16 +64,10 @@ class Bytes:
             does not.
     """
 
-    __slots__ = ("alters", "base", "freed", "made", "over", "scratch", "storages", "takes", "used", "uses")
+    __slots__ = ("alters", "base", "freed", "made", "number", "over", "scratch", "storages", "takes", "used", "uses")
 
     def __init__(
-        self,
-        program: Program,
-        touched: Sequence[Sequence[str]],
-        places: dict[str, int],
-        alike: Kinds,
-        *,
-        in_place: bool,
+        self, program: Program, touched: Sequence[Sequence[str]], places: dict[str, int], alike: Kinds
     ) -> None:
         net, dims = program.step, program.dims
         blobs, given = net.blobs, {net.blobs[name].storage for name in net.external_inputs}
@@ -80,7 +76,7 @@ class Bytes:
             self.base[places[blobs[name].device]] += blobs[name].nbytes(dims)
         kept = given | {blobs[name].storage for name in net.external_outputs}
         kept.update(name for name, blob in blobs.items() if blob.role in STATE_ROLES)
-        number: dict[str, int] = {}
+        number = self.number = dict[str, int]()
         self.storages: dict[str, tuple[int, int, bool]] = {}
         self.made: list[list[tuple[int, int, bool]]] = []
         self.freed: list[tuple[int, int, bool]] = []
@@ -111,17 +107,23 @@ class Bytes:
             for n in used:
                 self.uses[n] += 1
         self.over = [-1] * len(net.ops)
-        for i, op in enumerate(net.ops if in_place else ()):
-            if (operand := overwritable(op, blobs)) is not None:
-                n = number.get(operand.storage, -1)
-                self.over[i] = n if n >= 0 and not self.freed[n][2] else -1
-        self.alters = [nbytes > 0 or over >= 0 for nbytes, over in zip(self.scratch, self.over, strict=True)]
+        self.alters = [nbytes > 0 for nbytes in self.scratch]
         self.takes = list(self.scratch)
-        for i, over in enumerate(self.over):
-            for _, nbytes, _ in self.made[i]:
+        for i, made in enumerate(self.made):
+            for _, nbytes, _ in made:
                 self.takes[i] += nbytes
-            if over >= 0:
-                self.takes[i] -= self.freed[over][1]
+
+    def overwriting(self, net: Net) -> Bytes:
+        """The same of operators that overwrite what is dead, as they do after :func:`.share_storage`."""
+        other = copy.copy(self)
+        other.over, other.alters, other.takes = list(self.over), list(self.alters), list(self.takes)
+        for i, op in enumerate(net.ops):
+            if (operand := overwritable(op, net.blobs)) is not None:
+                n = self.number.get(operand.storage, -1)
+                if n >= 0 and not self.freed[n][2]:
+                    other.over[i], other.alters[i] = n, True
+                    other.takes[i] -= self.freed[n][1]
+        return other
 
     def top(self, i: int, uses: Sequence[int]) -> int:
         """What an operator takes at once, where its results are counted as live: scratch, less what it overwrites.
@@ -151,13 +153,10 @@ class Work:
         hazards: of the step.
         earlier, later: the operators that have to come before it and after it: by hazards, and copies that are taken
             late after what their readers wait for.
-        in_place: whether operators overwrite what is dead, as they do after :func:`.share_storage`.
     """
 
-    def __init__(
-        self, program: Program, count: int, topology: Topology | None = None, *, in_place: bool = False
-    ) -> None:
-        self.program, self.count, self.in_place = program, count, in_place
+    def __init__(self, program: Program, count: int, topology: Topology | None = None) -> None:
+        self.program, self.count = program, count
         self._ranked: dict[tuple[int, int, int, int], tuple[list[int], list[int]]] = {}
         net = program.step
         self.hazards = hazards(net)
@@ -186,10 +185,17 @@ class Work:
                 self.lane.append(others.setdefault(at, len(places) + len(others)))
         self.lanes = len(places) + len(others)
 
+    def overwriting(self) -> Work:
+        """The same work, its operators overwriting what is dead."""
+        other = copy.copy(self)
+        other.bytes = self.bytes.overwriting(self.program.step)
+        vars(other).pop("most_for_weights", None)  # all else is the same
+        return other
+
     @cached_property
     def bytes(self) -> Bytes:
         """What its operators allocate."""
-        return Bytes(self.program, self.touched, self.places, self.alike, in_place=self.in_place)
+        return Bytes(self.program, self.touched, self.places, self.alike)
 
     @cached_property
     def waits(self) -> list[int]:
@@ -327,5 +333,5 @@ def _hold_back(net: Net, earlier: list[list[int]], kind: Sequence[int]) -> None:
         for other in before:
             if other in copies:
                 readers.setdefault(other, []).append(i)
-    for copy, found in readers.items():  # none of these comes after the copy: its first follower comes after them
-        earlier[copy] = [*earlier[copy], *(other for other in earlier[found[0]] if other not in copies)]
+    for held, found in readers.items():  # none of these comes after the copy: its first follower comes after them
+        earlier[held] = [*earlier[held], *(other for other in earlier[found[0]] if other not in copies)]

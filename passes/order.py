@@ -68,7 +68,7 @@ def issue_order(net: Net, dims: Dims, found: Hazards, ahead: int = AHEAD) -> lis
         found: its hazards.
         ahead: how many operators of its destination before its first reader a copy is issued at the earliest.
     """
-    return Tasks(net, dims, found).issued(range(len(net.ops)), ahead)
+    return list(Tasks(net, dims, found).issued(range(len(net.ops)), ahead))
 
 
 class Tasks:
@@ -105,9 +105,9 @@ class Tasks:
         came = {make for op in parking for make in op.makes}
         self.leaving = {blobs[op.inputs[0]].storage for op in parking if came.isdisjoint(op.reads)} - self.brought
 
-    def issued(self, order: Sequence[int], ahead: int) -> list[Issue]:
-        """The order in which to issue the tasks where the program has its operators in another order, which respects
-        the hazards, too.
+    def issued(self, order: Sequence[int], ahead: int) -> Iterator[Issue]:
+        """The tasks in the order in which to issue them, where the program has its operators in another order, which
+        respects the hazards, too.
 
         Args:
             order: the positions of the operators in the net.
@@ -236,7 +236,7 @@ class _Order:
                 found[i] = read if i in self.tasks.small else min(place, read)
         return found
 
-    def run(self) -> list[Issue]:
+    def run(self) -> Iterator[Issue]:
         ops, soon, small = self.net.ops, self.tasks.soon, self.tasks.small
         for i in self.order:
             if not self.missing[i]:
@@ -264,9 +264,11 @@ class _Order:
             if here in self.late:
                 self.let_go(self.late.pop(here))
             self.settle()
+            yield from self.out
+            self.out.clear()
         while self.held or self.gathered or self.together:
             self.release()
-        return self.out
+        yield from self.out
 
     def bring(self, i: int) -> None:
         """Issue the gathered copies that come before an operator."""

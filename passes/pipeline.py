@@ -16,14 +16,15 @@ model on one device, unlike devices, and replicas side by side.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, get_args
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator
 
+from graphir.analysis.cost import Cost
 from graphir.analysis.element_types import refuse_element_types
+from graphir.analysis.execution import streams_of
+from graphir.analysis.schedule import schedule as predicted
 from graphir.analysis.topology import Topology
 from graphir.errors import GraphirError, PassError, PipelineWarning, nearest, warn
 from graphir.ir.device import DeviceName
@@ -32,26 +33,19 @@ from graphir.ir.program import Program
 from graphir.ir.text import nbytes_text
 
 from .base import OptionError, Pass, build, register
+from .emit import instructed
 from .limits import Limits
-from .list_schedule import RANKS, UNBEATEN, Beaten, Rules, Schedule, list_schedule
 from .machines import Machine
 from .micro_work import FORWARD, Work
-from .pipeline_needs import Need, comes_back, most_in_flight, needs_of
-from .plan_peaks import PlanPeaks
+from .own_orders import OwnOrders
+from .plan_figures import PlanFigures
+from .plan_seconds import PlanSeconds
 from .standing import Order
+from .within_limits import Judge, Within, excess
 
 __all__ = ["PipelineSchedule", "Schedules", "pipeline"]
 
 Schedules: TypeAlias = Literal["zero_bubble", "1f1b", "gpipe"]
-
-_LESS: Final = (0.0, 0.0, 0.01, 0.03)
-"""Of each simulation within limits, by how much of itself a limit is less at least, if the one before has exceeded it:
-it is less by what exceeded it."""
-
-_MORE: Final = 2
-_WORTHWHILE: Final = 0.97
-"""Where a forward comes back to a device, it waits there for others: up to so many more micro-batches are let in, each
-if the step becomes shorter than this share."""
 
 
 def _known_schedule(given: Any) -> Any:
@@ -100,12 +94,12 @@ class PipelineSchedule(Pass):
             for device in devices:
                 place.speed(device)
             refuse_element_types(net, place, devices)
-            work = Work(program, micro_batches(net.blobs), place, in_place=self.limits is None)
+            work = Work(program, micro_batches(net.blobs), place)
         except GraphirError as e:
             raise PassError(f"pipeline: {e.what}", at=e.at, where=e.where, fix=e.fix) from None
         if warns:
             _warn_of_waiting(work)
-        return _Ordering(program, work, self).run()
+        return _Ordering(program, work, self, place).run()
 
 
 def pipeline(
@@ -130,9 +124,11 @@ def pipeline(
             ``"zero_bubble"``: gradients that other devices wait for first, then forwards; gradients of parameters fill
             what would be idle.
         limits: by device, the most that the plan may hold, as ``{"gpu:0": "24 MiB"}`` or in bytes: the peak of
-            ``graphir.memory(plan)`` at the captured sizes, with inputs, state and scratch. By default none for 1F1B and
-            GPipe; for zero bubble, on every gpu, what the simulation of 1F1B takes on the fullest one, which may differ
-            from a plan's peak by a few copies. ``{}`` is no limit.
+            ``graphir.memory(plan)`` at the captured sizes, with inputs, state and scratch. The fastest plan that keeps
+            within them is taken: for zero bubble of the orders of all schedules, for GPipe of its own and 1F1B's, for
+            1F1B of its own. No step is longer than that of such an own order within the limits. By default none for
+            1F1B and GPipe; for zero bubble, on every gpu, what the simulation of 1F1B takes on the fullest one, which
+            may differ from a plan's peak by a few copies. ``{}`` is no limit.
         in_flight: how many micro-batches may be on a device at a time, begun and not done; as 1F1B finds it, and any
             number for the others, by default.
         topology: how fast devices and links are: a topology, or the name of one; by default this machine, as
@@ -152,63 +148,19 @@ def pipeline(
 
 
 class _Ordering:
-    """The search for an order within limits.
+    """The order that was asked for."""
 
-    Attributes:
-        measured: the peaks of plans, by the order of their operators.
-    """
-
-    def __init__(self, program: Program, work: Work, options: PipelineSchedule) -> None:
-        self.program, self.work, self.options = program, work, options
-        self.measured: dict[tuple[int, ...], Mapping[str, int]] = {}
+    def __init__(self, program: Program, work: Work, options: PipelineSchedule, place: Topology) -> None:
+        self.program, self.work, self.options, self.place = program, work, options, place
+        self.orders = OwnOrders(work, options.in_flight)
 
     def run(self) -> Program:
         schedule, limits = self.options.schedule, self.options.limits
-        if limits is None and schedule == "zero_bubble":
-            return self.within_1f1b()
-        if not limits:
-            return self.ordered(self.unbeaten(schedule).order)
-        self.refuse_unknown(limits)
-        return self.within(schedule, limits)
-
-    def unbeaten(
-        self, schedule: str, limits: Sequence[int | None] | None = None, in_flight: int | None = None
-    ) -> Schedule:
-        """What a schedule gives."""
-        found = self.found(schedule, limits, in_flight)
-        assert found is not None  # nothing beats it
-        return found
-
-    def found(
-        self,
-        schedule: str,
-        limits: Sequence[int | None] | None = None,
-        in_flight: int | None = None,
-        beaten: Beaten = UNBEATEN,
-    ) -> Schedule | None:
-        """What a schedule gives, unless it is beaten."""
-        work, ranks = self.work, RANKS[schedule]
-        needs = None if limits is None else self.needs
-        given = in_flight or self.options.in_flight
-        finishes = schedule == "1f1b"
-        if given or not finishes:
-            most = [given] * len(work.devices) if given else None
-            return list_schedule(work, Rules(ranks, most, limits, finishes), needs, beaten)
-        most = most_in_flight(work)
-        best = list_schedule(work, Rules(ranks, most, limits, finishes), needs, beaten)
-        for more in range(1, _MORE + 1) if best is not None and comes_back(work) else ():
-            assert best is not None
-            worth = Beaten(seconds=_WORTHWHILE * best.seconds)
-            other = list_schedule(work, Rules(ranks, [n + more for n in most], limits, finishes), needs, worth)
-            if other is None:
-                break
-            best = other
-        return best
-
-    @cached_property
-    def needs(self) -> list[Need]:
-        """What the micro-batches need."""
-        return needs_of(self.work)
+        if limits:
+            self.refuse_unknown(limits)
+            return self.ordered(self.within(schedule, limits))
+        found = self.orders.within_1f1b() if limits is None and schedule == "zero_bubble" else None
+        return self.ordered((found or self.orders.unbeaten(schedule)).order)
 
     def ordered(self, order: Sequence[int]) -> Program:
         """The program with its operators in this order."""
@@ -220,23 +172,15 @@ class _Ordering:
         # receive buffer.
         return self.program.with_(step=net.with_(ops=ops, blobs={**blobs, **net.blobs}), ahead=0)
 
-    def within_1f1b(self) -> Program:
-        """Zero bubble, on no gpu with more than 1F1B takes on the fullest one: 1F1B itself where that cannot be."""
-        plain, devices = self.found("1f1b"), self.work.devices
-        assert plain is not None and plain.peaks is not None
-        peaks = [peak for device, peak in zip(devices, plain.peaks, strict=True) if device.startswith("gpu")]
-        limits = [max(peaks) if device.startswith("gpu") else None for device in devices]
-        for found, held in self.tightened("zero_bubble", limits, _simulated, Beaten(plain.seconds)):
-            if _within(held, limits) and found.seconds < plain.seconds:
-                return self.ordered(found.order)
-        return self.ordered(plain.order)
-
-    def within(self, schedule: str, limits: Mapping[str, int]) -> Program:
-        """The program in the order of a schedule, or of a plainer one, whose plan keeps within the limits."""
-        found = self.fitting(schedule, limits)
+    def within(self, schedule: str, limits: Mapping[str, int]) -> Sequence[int]:
+        """The fastest order whose plan keeps within the limits."""
+        streams = self.place.host is None
+        figures = PlanFigures(self.work, PlanSeconds(self.work, by_lane=streams))
+        judge = Judge(figures, self.issued if streams else None)
+        found = Within(self.orders, judge, schedule, limits).fastest()
         if found is not None:
-            return self.ordered((self.faster(found, limits) if schedule == "zero_bubble" else found).order)
-        least = self.least(schedule, limits)
+            return found
+        least = self.least(judge, schedule, limits)
         device = next(iter(least))
         raise PassError(
             f"no order by {schedule!r} of the micro-batches keeps within {nbytes_text(limits[device])} on {device}",
@@ -244,85 +188,20 @@ class _Ordering:
             fix=f"the least that can is limits={{{', '.join(f'{d!r}: {n}' for d, n in least.items())}}}",
         )
 
-    def fitting(self, schedule: str, limits: Mapping[str, int]) -> Schedule | None:
-        """The first of the attempts whose plan keeps within the limits."""
-        tried = self.attempts(schedule, limits)
-        return next((found for found in tried if not _excess(self.peaks(found.order), limits)), None)
+    def issued(self, order: Sequence[int]) -> float:
+        """The seconds of a step that one host thread issues to streams, as :func:`graphir.estimate` predicts them."""
+        plan, seconds = instructed(self.ordered(order)), self.work.seconds
+        costs = [Cost(seconds[i], "roofline") for i in order]
+        return predicted(plan, plan.dims, costs, streams_of(self.place), self.place).times.seconds
 
-    def least(self, schedule: str, limits: Mapping[str, int]) -> Mapping[str, int]:
+    def least(self, judge: Judge, schedule: str, limits: Mapping[str, int]) -> Mapping[str, int]:
         """By device whose limit is too small, one with which the schedule has an order: what the nearest order so far
-        holds, if that one or another is found with it. The last attempts do not depend on limits."""
+        holds, if that one or another is found with it. The last orders that are tried do not depend on limits."""
         needed = [
             {device: peaks[device] for device, limit in limits.items() if peaks[device] > limit}
-            for peaks in sorted(self.measured.values(), key=lambda peaks: _excess(peaks, limits))
+            for peaks, _ in sorted(map(judge.of, [*judge.known]), key=lambda found: excess(found.peaks, limits))
         ]
-        return next(more for more in needed if self.fitting(schedule, {**limits, **more}) is not None)
-
-    def attempts(self, schedule: str, limits: Mapping[str, int], beaten: Beaten = UNBEATEN) -> Iterator[Schedule]:
-        """Schedules to try that are not beaten, the fastest first: the one without limits, if it keeps within them all
-        the same. A plan issues copies and frees in an order of its own, and what is let in can come to more than was
-        reckoned: where a limit is exceeded, the next simulation is given less."""
-        most = [limits.get(device) for device in self.work.devices]
-        free = self.found(schedule, [None for _ in most], beaten=Beaten(beaten.seconds, most))
-        if free is not None:
-            yield free
-        for found, _ in self.tightened(schedule, most, self.planned, beaten):
-            yield found
-        for limited, in_flight in ((most, None), (None, 1)):
-            if schedule == "1f1b" and limited:
-                continue
-            plainer = self.found("1f1b", limited, in_flight, beaten)
-            if plainer is not None:
-                yield plainer
-        if beaten is UNBEATEN:
-            yield Schedule(_one_after_the_other(self.work), math.inf)
-
-    def tightened(
-        self,
-        schedule: str,
-        limits: Sequence[int | None],
-        peaks: Callable[[Schedule], Sequence[int]],
-        beaten: Beaten = UNBEATEN,
-    ) -> Iterator[tuple[Schedule, Sequence[int]]]:
-        """A schedule and its *peaks*, as long as it is not beaten; of a device that exceeds its limit, the next
-        simulation is given less."""
-        inner = list(limits)
-        simulated: Sequence[int] = [0 for _ in inner]
-        held = simulated
-        for share in _LESS:
-            for d, (limit, given) in enumerate(zip(limits, inner, strict=True)):
-                if limit is not None and given is not None and held[d] > limit:
-                    less = min(given, simulated[d]) - (held[d] - limit)
-                    inner[d] = min(less, int((1 - share) * limit))
-            found = self.found(schedule, inner, beaten=beaten)
-            if found is None:
-                return
-            simulated, held = _simulated(found), peaks(found)
-            yield found, held
-
-    def faster(self, found: Schedule, limits: Mapping[str, int]) -> Schedule:
-        """What was found, or 1F1B within the limits where that takes less time: zero bubble lets in by what it needs at
-        most, and where little room is left, that may be one micro-batch less."""
-        for plain in self.attempts("1f1b", limits, Beaten(found.seconds)):
-            if plain.seconds < found.seconds and not _excess(self.peaks(plain.order), limits):
-                return plain
-        return found
-
-    @cached_property
-    def plans(self) -> PlanPeaks:
-        """What the program's plans hold."""
-        return PlanPeaks(self.work)
-
-    def planned(self, found: Schedule) -> Sequence[int]:
-        """The most bytes on each device, as predicted for the plan of a schedule."""
-        return list(self.peaks(found.order).values())
-
-    def peaks(self, order: Sequence[int]) -> Mapping[str, int]:
-        """The most bytes on each device, as predicted for the plan."""
-        found = self.measured.get(key := tuple(order))
-        if found is None:
-            found = self.measured[key] = self.plans.of(order)
-        return found
+        return next(more for more in needed if Within(self.orders, judge, schedule, {**limits, **more}).is_kept())
 
     def refuse_unknown(self, limits: Mapping[str, int]) -> None:
         for device in limits:
@@ -332,25 +211,6 @@ class _Ordering:
                     where=f"program {self.program.name!r}",
                     fix=f"its devices: {', '.join(self.work.devices)}",
                 )
-
-
-def _excess(peaks: Mapping[str, int], limits: Mapping[str, int]) -> int:
-    return sum(max(0, peaks[device] - limit) for device, limit in limits.items())
-
-
-def _simulated(found: Schedule) -> Sequence[int]:
-    """The most bytes on each device, as the simulation has them."""
-    assert found.peaks is not None  # it was limited
-    return found.peaks
-
-
-def _within(peaks: Sequence[int], limits: Sequence[int | None]) -> bool:
-    return all(limit is None or peak <= limit for peak, limit in zip(peaks, limits, strict=True))
-
-
-def _one_after_the_other(work: Work) -> list[int]:
-    """The micro-batches as captured: each one done before the next begins."""
-    return sorted(range(len(work.micro)), key=lambda i: (work.micro[i], i))
 
 
 def _warn_of_waiting(work: Work) -> None:

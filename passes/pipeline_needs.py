@@ -45,6 +45,11 @@ class Need(NamedTuple):
     held_copies: int
     copies: int
 
+    @property
+    def least(self) -> int:
+        """What one micro-batch after the other takes."""
+        return self.sums + max(self.forward, self.held + self.backward) + self.copies
+
 
 class _Needs:
     """The figures of :class:`Need`, by device, while micro-batches go by one after the other.

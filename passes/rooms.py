@@ -38,6 +38,7 @@ class Room:
         computing: the begun forwards of which more was executed than copies.
         compelled: the micro-batches whose forwards go ahead whether they fit or not, as nothing else can.
         stirred: something was freed or is done, or waits anew, since somebody was last let in.
+        granted: the most bytes so far that somebody asked for and that keep within the limit.
         kept_back: copies to here that are ready and would take receive buffers beyond the limit.
         backwards: micro-batches whose backward is let in and not done; ``grown``: what these have allocated so far.
     """
@@ -48,6 +49,7 @@ class Room:
         "compelled",
         "computing",
         "copied",
+        "granted",
         "growing",
         "grown",
         "inside",
@@ -84,7 +86,7 @@ class Room:
         self.computing: set[int] = set()
         self.compelled: set[int] = set()
         self.backwards: set[int] = set()
-        self.grown, self.spare, self.stirred = 0, 0, False
+        self.grown, self.spare, self.granted, self.stirred = 0, 0, 0, False
 
     @property
     def peak(self) -> int:
@@ -94,7 +96,7 @@ class Room:
     def receives(self, nbytes: int) -> bool:
         """Whether a copy of so many bytes keeps within the limit: in buffers that are free, or in new ones."""
         copied = self.copied + nbytes
-        return self.limit is None or copied <= self.pool or self.top + copied <= self.limit
+        return self.limit is None or copied <= self.pool or self.grants(self.top + copied)
 
     def wait(self, segment: Segment, i: int) -> None:
         """An operator is ready, and its segment is not let in."""
@@ -174,13 +176,13 @@ class Room:
         going_on = min(max(self.grown, 0), need.backward) if self.backwards and not self.spare else 0
         wanted = max(need.forward, need.held + need.backward - going_on) - self.growing.get(micro, 0)
         copies = 0 if micro in self.growing else need.held_copies  # what computes next has its copies
-        return self.coming(need, micro, copies) + wanted <= self.limit
+        return self.grants(self.coming(need, micro, copies) + wanted)
 
     def fits_backward(self) -> bool:
         """Whether a backward fits beside others."""
         if self.limit is None or self.need is None or not self.backwards:
             return True
-        return self.coming(self.need) + self.need.backward <= self.limit
+        return self.grants(self.coming(self.need) + self.need.backward)
 
     def fits_deferring(self, nbytes: int) -> bool:
         """Whether a backward operator that takes so much fits while gradients of parameters are put off. A forward that
@@ -189,7 +191,16 @@ class Room:
             return True
         held = self.need.held
         growing = sum([max(0, held - grown) for micro, grown in self.growing.items() if micro in self.computing])
-        return self.live + self.pool + growing + nbytes + self.spare <= self.limit
+        return self.grants(self.live + self.pool + growing + nbytes + self.spare)
+
+    def grants(self, nbytes: int) -> bool:
+        """Whether so many bytes keep within the limit."""
+        assert self.limit is not None
+        if nbytes > self.limit:
+            return False
+        if nbytes > self.granted:
+            self.granted = nbytes
+        return True
 
     def coming(self, need: Need, beside: int = -1, copies: int = 0) -> int:
         """Bytes that are live or sure to come: of begun forwards but one; of sums of gradients what these take beyond

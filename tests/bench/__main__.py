@@ -3,9 +3,9 @@
 A figure that misses its limit is in bold there, the last lines name its row, and the exit status is 1.
 
 python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [lock] [small] [shard]
-                   [replicas] [pipeline] [pipelined] [apart] [memory] [profile] [profiling] [estimate] [simulate]
-                   [balance] [byhand] [more] [large] [machines] [placements] [zoo] [start] [bits] [whole] [mutants]
-                   [certificates] [proofs] [cuts] [compare] [elements] [orders] [--write]
+                   [replicas] [pipeline] [pipelined] [within] [apart] [memory] [profile] [profiling] [estimate]
+                   [simulate] [balance] [byhand] [more] [large] [machines] [placements] [zoo] [start] [bits] [whole]
+                   [mutants] [certificates] [proofs] [cuts] [compare] [elements] [orders] [--write]
 python tests/bench gpu [--seconds 240] [--json FILE] [--write] [--pretend]
 
 The second records a GPU, and is for itself. With --write it puts what FILE has into the page, on any machine; with
@@ -55,6 +55,7 @@ TABLES: dict[str, str] = {
     "replicas": "replicating.rows",
     "pipeline": "flowing.rows",
     "pipelined": "flowing.predicted_rows",
+    "within": "keeping.rows",
     "apart": "separating.rows",
     "shard": "sharding.rows",
     "memory": "allocating.rows",

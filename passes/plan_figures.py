@@ -1,46 +1,66 @@
-"""The most bytes that the plans of one step hold on each device, for one order of its operators after the other.
+"""The bytes and the seconds of the plans of one step, for one order of its operators after the other.
 
-What :func:`graphir.memory` predicts for a plan, without the instructions: events take no bytes. What does not depend on
-the order is found once: the bytes of storages, and what operators allocate inside.
+Bytes are what :func:`graphir.memory` predicts for a plan, without the instructions: events take no bytes. Seconds are
+those of :mod:`.plan_seconds`. What does not depend on the order is found once: the bytes of storages, what operators
+allocate inside, what they wait for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from graphir.analysis.buffers import Buffers
+from graphir.analysis.hazards import outliving
 from graphir.analysis.profile_files import at_hand
 from graphir.analysis.sources import measured_of
 from graphir.ir.plan import issued_as
 
 from .micro_work import Work
 from .order import Tasks
+from .plan_seconds import Clock, PlanSeconds
 
-__all__ = ["PlanPeaks"]
+__all__ = ["Figures", "PlanFigures"]
 
 
-class PlanPeaks:
-    """Peaks of the plans of one program, its operators in several orders.
+class Figures(NamedTuple):
+    """What a plan comes to.
+
+    Attributes:
+        peaks: by device, the most bytes that it holds.
+        seconds: of a step.
+    """
+
+    peaks: Mapping[str, int]
+    seconds: float
+
+
+class PlanFigures:
+    """Figures of the plans of one program, its operators in several orders.
 
     Args:
         work: of its step.
+        seconds: what its operators wait for.
 
     Attributes:
         base: by device, the bytes of state and inputs, which stay.
         storages: each other storage: (device, bytes).
-        tasks: operators and frees.
+        tasks: operators and frees; ``freed``: the storages that are freed.
         copies: the operators that receive what no operator has made before, and what that is.
         parts: of each operator, what its instructions make, one after the other: (device, bytes made, bytes that are
             allocated inside).
     """
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, seconds: PlanSeconds) -> None:
+        self.seconds = seconds
         self.net, self.dims, self.devices, sizes = work.program.step, work.program.dims, work.devices, work.bytes
         self.tasks = Tasks(self.net, self.dims, work.hazards)
         ops, blobs, places = self.net.ops, self.net.blobs, work.places
         taken = measured_of(self.net, self.dims, torch.get_num_threads(), at_hand())
+        self.freed = set().union(*work.touched) - outliving(self.net)
         self.base = list(sizes.base)
         self.storages = {name: (place, nbytes) for name, (place, nbytes, _) in sizes.storages.items()}
         kept = {blobs[ops[i].outputs[0]].storage: found.kept for i, found in taken.items() if found.kept}
@@ -64,37 +84,51 @@ class PlanPeaks:
                 parts.append((places[blobs[name].device], new, inside))
             self.parts.append(parts if issued_as(op) == "collective" else _at_once(parts))
 
-    def of(self, order: Sequence[int]) -> dict[str, int]:
-        """The peaks by device, of the plan that issues copies where they stand.
+    def of(self, order: Sequence[int]) -> Figures:
+        """Those of the plan that issues copies where they stand.
 
         Args:
             order: the positions of the operators in the program.
         """
-        storages, copies, issues = self.storages, self.copies, self.tasks.issued(order, 0)
+        found = self.unbeaten(order, {}, math.inf)
+        assert found is not None  # nothing beats it
+        return found
+
+    def unbeaten(self, order: Sequence[int], limits: Mapping[str, int], seconds: float) -> Figures | None:
+        """The same, unless the plan exceeds limits by device or takes longer than so many seconds: no more is found of
+        it then."""
+        storages, copies, parts = self.storages, self.copies, self.parts
         buffers = Buffers(self.net, self.dims)
-        buffers.freed.update([issue for issue in issues if isinstance(issue, str)])
-        live, peaks = list(self.base), list(self.base)
-        for issue in issues:
+        buffers.freed.update(self.freed)
+        live, peaks, clock = list(self.base), list(self.base), Clock(self.seconds, seconds)
+        most = [limits.get(device, math.inf) for device in self.devices]
+        for issue in self.tasks.issued(order, 0):
             if isinstance(issue, str):
+                clock.drop(issue)
                 if issue in buffers.numbers:
                     buffers.free(issue)
                 elif issue in storages:
                     place, nbytes = storages[issue]
                     live[place] -= nbytes
                 continue
-            for i in issue:
-                if i in copies:
-                    buffers.receive(copies[i])
+            held = [buffers.receive(copies[i]) for i in issue if i in copies]
+            clock.issue(issue, [storage for storage in held if storage is not None])
             for i in issue:
                 received = i in copies and copies[i] in buffers.numbers
-                for place, made, inside in self.parts[i]:
+                for place, made, inside in parts[i]:
                     if not received:
                         live[place] += made
                     if live[place] + inside > peaks[place]:
                         peaks[place] = live[place] + inside
-        for (place, _), most in self.received(buffers).items():
-            peaks[place] += most
-        return dict(zip(self.devices, peaks, strict=True))
+                        if peaks[place] > most[place]:
+                            return None
+            if clock.beaten:
+                return None
+        for (place, _), nbytes in self.received(buffers).items():
+            peaks[place] += nbytes
+        if any(peak > limit for peak, limit in zip(peaks, most, strict=True)) or clock.seconds > seconds:
+            return None
+        return Figures(dict(zip(self.devices, peaks, strict=True)), clock.seconds)
 
     def received(self, buffers: Buffers) -> dict[tuple[int, int], int]:
         """The bytes of each receive buffer, by device and number: those of the largest storage that it receives."""
