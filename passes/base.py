@@ -287,7 +287,8 @@ class Pipeline:
     """Passes run one after the other.
 
     Args:
-        passes: their text, such as ``replicate{devices=[0, 1]} | inject_copies``, or the passes themselves.
+        passes: their text, such as ``replicate{devices=[0, 1]} | inject_copies``, or the passes themselves. Empty text
+            is a pipeline of no passes.
 
     Raises:
         ParseError: the text is not a pipeline.
@@ -331,12 +332,14 @@ class Pipeline:
 
 
 def parse_pipeline(text: str) -> tuple[Pass, ...]:
-    """Read what ``str(pipeline)`` prints.
+    """Read what ``str(pipeline)`` prints; empty text is a pipeline of no passes.
 
     Raises:
         ParseError: the text is not a pipeline.
         PassError: it names an unknown pass or option.
     """
+    if not text.strip():  # balance chooses no pass where nothing has to move
+        return ()
     return tuple(_built(name, options) for name, options in parse_passes(text))
 
 

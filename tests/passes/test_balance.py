@@ -108,6 +108,7 @@ def test_what_fits_stays() -> None:
     program = trained(models.mlp())
     balanced = balance(program, {"gpu:0": 2 * need(program)}, evaluations=200)
     assert (balanced.pipeline, balanced.program) == ("", program)
+    assert passes.Pipeline(balanced.pipeline)(program) == program
     assert "nothing has to move" in str(balanced)
 
 

@@ -45,6 +45,12 @@ def test_functions_and_pipelines_agree() -> None:
     assert passes.inject_copies(program) == passes.Pipeline(TEXT)(two_layers())
 
 
+def test_a_pipeline_of_no_passes_is_read_back() -> None:
+    nothing = passes.Pipeline([])
+    assert passes.Pipeline(str(nothing)) == nothing
+    assert nothing(two_layers()) == two_layers()
+
+
 def test_a_run_times_each_pass() -> None:
     run = passes.Pipeline(TEXT).run(two_layers())
     assert [timing.name for timing in run.timings] == ["replicate", "shift_activations", "inject_copies"]
@@ -54,7 +60,7 @@ def test_a_run_times_each_pass() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "character 0: expected the name of a pass"),
+        ("| inject_copies", "character 0: expected the name of a pass"),
         ("inject_copies |", "character 15: expected the name of a pass"),
         ("inject_copies inject_copies", "character 14: expected '|' or the end"),
         ("replicate{devices=[0, 1}", "character 23: expected ','"),
