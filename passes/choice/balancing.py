@@ -168,8 +168,8 @@ class Balancing:
 
     def try_by_hand(self, share: float, *, first: bool = False) -> None:
         """Try plans of a person, in a share of the seconds, or in more of them while none of them fits; or as many as
-        take as long as a share of the placements that were looked at. No more behind the *first* one that fits, if that
-        is asked for."""
+        take as long as a share of the placements that were looked at, beside those with modules on the host. No more
+        behind the *first* one that fits, if that is asked for."""
         begun = time.perf_counter()
         plan = (len(self.program.step.ops) + _PLAN) / _OPERATORS
         most = _LEAST_BY_HAND + round(self.searches.looked * share / plan)
@@ -178,7 +178,7 @@ class Balancing:
             if first and self.hands.best is not None:
                 return True
             if self.asked.budget.evaluations is not None:
-                return len(self.hands.known) >= most
+                return len(self.hands.known) - len(self.hands.on_host) >= most
             seconds = self.asked.budget.seconds * share * (_UNTIL_ONE_FITS if self.hands.best is None else 1)
             return time.perf_counter() - begun >= seconds
 

@@ -54,7 +54,9 @@ _FRUITLESS: Final = 8
 after so many in a row that were no faster."""
 
 _EARLY: Final = 2
-"""How many plans are judged before cuts with something behind them are reckoned, which takes long in large programs."""
+_BEFORE_HOSTED: Final = 8
+"""How many plans are judged before cuts with something behind them are reckoned, which takes long in large programs;
+and how many more before modules go to the host, so that other plans do not use up the budget."""
 
 _KNOWN: Final = "the passes of a placement of another batch"
 """How reports call a placement that was known."""
@@ -108,6 +110,7 @@ class ByHand:
         issue: seconds that one host thread takes to issue a copy.
 
     Attributes:
+        on_host: the drafts with modules on the host.
         best: the fastest so far that keeps within the limits.
         nearest: the one whose limits would have to be multiplied by the least.
     """
@@ -132,6 +135,7 @@ class ByHand:
         self.numbers = count()
         self.more: dict[object, Mapping[Device, int]] = {}
         self.said: dict[tuple[str, ...], float] = {}
+        self.on_host: set[Draft] = set()
         self.best: Hand | None = None
         self.nearest: Hand | None = None
 
@@ -148,28 +152,35 @@ class ByHand:
         if self.plans.excess(now.judged.peaks):
             yield from self.every_one(chains or [tuple(self.sources)])
             yield from self.stored_otherwise(places)
+            if self.wanted.hosts and len(self.sources) == 1:
+                yield from self.in_order(_BEFORE_HOSTED)
+                yield from self.hosted()
         yield from self.in_order()
-        if self.plans.excess(now.judged.peaks):
-            yield from self.hosted()
 
     def hosted(self) -> _Tried:
         """Judge modules on the host: at every depth, those with the most state by their seconds there, as few as keep
-        within the limits."""
-        if not self.wanted.hosts or len(self.sources) != 1:
-            return
-        chain, limits = (self.sources[0], Device.parse(CPU)), self.plans.limits
+        within the limits, and all of them where fewer do not."""
+        chain = self.sources[0], Device.parse(CPU)
+        limit = self.plans.limits.get(chain[0], inf)
         for level in self.levels.depths():
-            ranked = self.reckoning.ranked_on_host(level)
+            ranked, more = self.reckoning.ranked_on_host(level), 0
             for most in range(1, len(ranked) + 1):
                 going = set(ranked[:most])
                 cut = self.reckoning.cut_at(tuple(level), chain, tuple([int(path in going) for path in level]))
                 yield
-                if cut.placed.peaks[0] > _HOPELESS * limits.get(chain[0], inf):
+                reckoned = int(cut.placed.peaks[0])
+                # Operators between modules that move go along, which is not reckoned: all are worth a plan.
+                if reckoned + more > limit and most < len(ranked):
                     continue
-                yield from self.judge(Draft(cut.moves))
-                hand = self.known[Draft(cut.moves)]
-                if hand is None or not self.plans.excess(hand.judged.peaks):
+                draft = Draft(cut.moves)
+                self.on_host.add(draft)
+                yield from self.judge(draft)
+                hand = self.known[draft]
+                if hand is None:
+                    continue
+                if not self.plans.excess(hand.judged.peaks):
                     break
+                more = max(more, hand.judged.peaks.get(str(chain[0]), 0) - reckoned)
 
     def plain_cuts(self, places: Sequence[tuple[tuple[str, ...], tuple[Device, ...]]]) -> _Tried:
         """Add cuts alone: of two parts each, of several the cheapest."""

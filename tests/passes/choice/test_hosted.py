@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -120,3 +121,28 @@ def test_a_table_goes_to_the_host_by_itself_where_limits_name_it() -> None:
         balance(program, limits, pin={"token": 0}, evaluations=5)
     ample = balance(program, LIMITS | {"cpu": "1 GiB"}, evaluations=5)
     assert not on_the_host(ample.program)
+
+
+def mlps(width: int) -> nn.Sequential:
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(4)]
+    )
+
+
+def normed(width: int) -> nn.Sequential:
+    layers = [(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU()) for _ in range(3)]
+    return nn.Sequential(*[module for layer in layers for module in layer])
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("made", [mlps, normed])
+def test_no_limit_of_a_gpu_is_too_small_for_what_fits_on_the_host(
+    made: Callable[[int], nn.Module], devices: int
+) -> None:
+    model, x = made(32), torch.randn(512, 32)
+    adam = torch.optim.AdamW(model.parameters())
+    program = graphir.capture(model, (x,), targets=(x,), loss=nn.functional.mse_loss, optimizer=adam)
+    limits = {f"gpu:{device}": "96 KiB" for device in range(devices)} | {"cpu": "1 GiB"}
+    found = balance(program, limits, evaluations=20)
+    assert on_the_host(found.program)
+    assert all(use.after <= use.limit for use in found.devices if use.limit)
