@@ -43,7 +43,8 @@ _ALL: Final = "all"
 _NAME: Final = 44
 _DEVICES: Final = 4
 _LEAST: Final = 0.001
-"""How many devices' limits and peaks are printed: of those that hold at least this part of what the fullest does."""
+"""How many devices' limits and peaks are printed: of those that have a limit, or hold at least this part of what the
+fullest does."""
 
 
 class BatchRow(NamedTuple):
@@ -129,12 +130,14 @@ class LargestBatch:
         return "\n".join([*lines, *[f"  {row.allowed}: {row.beyond}" for row in self.rows]])
 
     def _devices(self) -> list[str]:
-        """Those that hold the most in some row."""
+        """Those that hold the most in some row, and those with a limit."""
         peaks = Counter[str]()
         for row in self.rows:
             peaks |= Counter(row.peaks)
         most = max(peaks.values(), default=0)
-        fullest = [device for device, nbytes in peaks.most_common(_DEVICES) if nbytes >= _LEAST * most]
+        fullest = [
+            device for device, nbytes in peaks.most_common(_DEVICES) if nbytes >= _LEAST * most or device in self.limits
+        ]
         return [device for device in peaks if device in fullest]
 
     def _cells(self, row: BatchRow, devices: Sequence[str]) -> tuple[str, ...]:
@@ -244,7 +247,8 @@ def _rows(asked: Asked, batches: Batches) -> Iterator[BatchRow]:
     for name, allowed in ((_PLAIN, ()), *[(option, (option,)) for option in options], (_ALL, options)):
         if name == _ALL and len(options) < 2:
             continue
-        if allowed == ("shift",) and len({*asked.used(), *asked.usable()} - {CPU}) < 2:
+        hosts = asked._replace(options=allowed).wanted().hosts
+        if allowed == ("shift",) and not hosts and len({*asked.used(), *asked.usable()} - {CPU}) < 2:
             there = ", ".join(asked.used())
             yield BatchRow(name, 0, 0.0, {}, f"limits and devices name no device beside {there}", None)
             continue

@@ -196,6 +196,14 @@ def test_guards_bound_the_search(program: Program) -> None:
     assert row.batch == 96 and row.beyond.startswith("112 rows: gpu:0 lacks ")
 
 
+def test_modules_on_the_host_are_a_row_where_limits_name_it(program: Program) -> None:
+    limits = {"gpu:0": held(program, 4), "cpu:0": 8 * held(program, 64)}
+    found = largest(program, limits, options=["shift", "recompute"])
+    plain, shift, _, every = [row.batch for row in found.rows]
+    assert plain < 64 < shift <= every
+    assert "peak gpu:0" in str(found) and "peak cpu:0" in str(found)
+
+
 def test_a_row_that_cannot_says_why(program: Program) -> None:
     found = largest(program, {"gpu:0": held(program, 100)}, options=["shift"])
     row = found.rows[1]
