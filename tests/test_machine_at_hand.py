@@ -167,6 +167,14 @@ def test_logical_devices_share_what_the_host_has_free(monkeypatch: pytest.Monkey
     assert {found.limits[f"gpu:{i}"] for i in range(4)} == {int(0.95 * (25 << 30))}
 
 
+def test_limits_of_the_host_are_of_the_memory_that_its_logical_devices_share() -> None:
+    program, whole = trained(), sum([Topology.here([0, 1]).speed(f"gpu:{i}").memory or 0 for i in range(2)])
+    given = {"gpu:0": "1 GiB", "gpu:1": "1 GiB"}
+    assert passes.balance(program, {**given, "cpu": whole // 2}, evaluations=5).limits["cpu:0"] == whole // 2
+    with pytest.raises(PassError, match="limits lets cpu:0 hold"):
+        passes.balance(program, {**given, "cpu": 2 * whole}, evaluations=5)
+
+
 @pytest.mark.parametrize(("topology", "held"), [("h200x8", 141_000_000_000), ("a100x8", 80_000_000_000)])
 def test_of_a_machine_elsewhere_limits_are_its_memory(topology: str, held: int) -> None:
     found = passes.balance(trained(), "auto", topology=topology, evaluations=5)

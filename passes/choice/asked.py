@@ -19,7 +19,7 @@ from graphir.ir.text import nbytes_text
 
 from ..module_patterns import claims, weighted_modules
 from .attempts import Budget
-from .groups import Wanted
+from .groups import Wanted, host_memory
 
 __all__ = ["OPTIONS", "Asked", "Option", "require_pins"]
 
@@ -111,8 +111,8 @@ class Asked(NamedTuple):
                 f"balance: topology {self.topology.name!r} has no device {CPU}",
                 fix="add it to the topology's devices, with links to the others, or give another topology",
             )
-        memory = self.topology.speed(CPU).memory
-        if memory is not None and self.limits.get(CPU, 0) > memory:
+        memory = host_memory(self.topology)
+        if memory is not None and not self.free and self.limits.get(CPU, 0) > memory:
             raise PassError(
                 f"balance: limits lets {CPU} hold {nbytes_text(self.limits[CPU])}, and topology "
                 f"{self.topology.name!r} has {nbytes_text(memory)} there",

@@ -17,7 +17,7 @@ from graphir.analysis.execution import IssueSeconds
 from graphir.analysis.issuing import CROSSING, around
 from graphir.analysis.profiles import Profile
 from graphir.analysis.topology import Topology
-from graphir.ir.device import Device
+from graphir.ir.device import CPU, Device
 from graphir.ir.program import Program
 
 from .merging import Merging
@@ -27,7 +27,17 @@ from .tails import with_tails
 from .tasks import Found, Tasks
 from .units import Unit, Units
 
-__all__ = ["Grouped", "Reading", "Wanted", "apart", "grouped"]
+__all__ = ["Grouped", "Reading", "Wanted", "apart", "grouped", "host_memory"]
+
+
+def host_memory(topology: Topology) -> int | None:
+    """The bytes that the host of a topology has; None where the topology does not say. Logical devices of one host have
+    parts of its memory, which all of them share."""
+    memory = topology.speed(CPU).memory
+    if topology.host is None or memory is None:
+        return memory
+    parts = [speed.memory or 0 for device, speed in topology.devices.items() if not Device.parse(device).is_host]
+    return max(sum(parts), memory)
 
 
 class Wanted(NamedTuple):
@@ -128,7 +138,7 @@ class Reading:
         if rows:
             rows[0] = rows[0]._replace(issued=rows[0].issued + self.begun)
         # Where all bytes of a step are fewer than the host has, the host has any number.
-        memory, needed = topology.speed(str(names[-1])).memory, sum([value.nbytes for value in values])
+        memory, needed = host_memory(topology), sum([value.nbytes for value in values])
         if memory is not None and needed + sum(tasks.state) <= memory:
             memory = None
         problem = Problem(
