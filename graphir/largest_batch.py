@@ -15,17 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
-import torch
-
 from graphir.passes import Balanced
-from graphir.passes.balance import Balance
-from graphir.passes.base import build, require_program
+from graphir.passes.balance import Balance, requested
 from graphir.passes.choice.asked import OPTIONS, Asked, Option
 from graphir.passes.choice.batches import Batches
 from graphir.passes.choice.largest import Full, Largest
 from graphir.passes.saved import require_captured
 
-from .analysis.memory import check_profile, check_threads
 from .analysis.profiles import Profile
 from .analysis.tables import cut, seconds_text, spoken_of, table
 from .analysis.topology import Topology
@@ -189,9 +185,11 @@ def largest_batch(
         PassError: the sizes of the program are fixed, no batch fits, with any option, or as
             :func:`graphir.passes.balance`.
     """
-    require_program(program, "largest_batch")
-    given = build(
-        Balance,
+    given, count = requested(
+        "largest_batch",
+        program,
+        profile,
+        threads,
         limits=limits,
         topology=topology,
         options=options,
@@ -199,11 +197,6 @@ def largest_batch(
         seconds=seconds,
         evaluations=evaluations,
     )
-    try:
-        check_profile(profile)
-        check_threads(threads)
-    except GraphirError as e:
-        raise PassError(f"largest_batch: {e.what}", fix=e.fix) from None
     if "shares" in given.options:
         raise PassError(
             "largest_batch: options have 'shares', and every batch is divided by the program's own shares",
@@ -211,7 +204,6 @@ def largest_batch(
         )
     given.require_order(program)
     require_captured(program, "largest_batch")
-    count = torch.get_num_threads() if threads is None else threads
     with collector_paused(), blamed(program):
         batches = Batches(program)
         try:

@@ -46,7 +46,7 @@ from .module_patterns import leaves_out
 from .saved import require_captured
 from .standing import Order
 
-__all__ = ["Balance", "balance"]
+__all__ = ["Balance", "balance", "requested"]
 
 
 def _pinned(given: Any) -> str | None:
@@ -218,9 +218,11 @@ def balance(
             device or the arithmetic of an element type is missing, a pattern names no module, or options have
             ``shares`` and the program has one replica or fixed sizes. Nothing has changed then.
     """
-    require_program(program, Balance.name)
-    given = build(
-        Balance,
+    given, count = requested(
+        Balance.name,
+        program,
+        profile,
+        threads,
         limits=limits,
         topology=topology,
         options=options,
@@ -231,9 +233,26 @@ def balance(
         evaluations=evaluations,
         seed=seed,
     )
+    return given.balanced(program, profile, count)
+
+
+def requested(
+    by: str, program: Program, profile: Profile | Literal["cached"] | None, threads: int | None, **options: object
+) -> tuple[Balance, int]:
+    """The pass with its options, and the threads that one kernel uses.
+
+    Args:
+        by: the function that a user has called, for messages.
+        program: as :func:`balance` takes it; so are all others.
+
+    Raises:
+        PassError: one of them is none.
+    """
+    require_program(program, by)
+    given = build(Balance, **options)
     try:
         check_profile(profile)
         check_threads(threads)
     except GraphirError as e:
-        raise PassError(f"balance: {e.what}", fix=e.fix) from None
-    return given.balanced(program, profile, torch.get_num_threads() if threads is None else threads)
+        raise PassError(f"{by}: {e.what}", fix=e.fix) from None
+    return given, torch.get_num_threads() if threads is None else threads

@@ -73,7 +73,7 @@ _KINDS: Final = 3
 _UNLIKE: Final = 0.1
 """How many of the next best choices are tried where the best ones are not, and what part of the groups is elsewhere."""
 
-_ASIDE: Final = 4
+_ASIDE: Final = 5
 """How many choices are found with fewer options and within smaller limits, at most."""
 
 _OTHERS: Final = 2
