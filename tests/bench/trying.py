@@ -35,6 +35,9 @@ SAMPLE: Final = 6
 """How many limits are tried of a program of more than so many blocks: the least, the largest, and some between. Equal
 peaks are equal limits, so that of smaller programs all are tried."""
 
+BY_HAND: Final = 0.2
+"""The part of the budget that a balance has for a person's plans before it searches."""
+
 SECONDS: Final = 3.0
 SLOWER: Final = 1.01
 """The most seconds of a choice, and the longest step in steps of a person's plan."""
@@ -107,8 +110,8 @@ class _Found:
         self.tried += 1
         begun = time.perf_counter()
         balancing = Balancing(build(Balance, limits=limits, topology=TOPOLOGY).asked(program, None, 1))
-        balancing.begin_by_hand()
-        hand = balancing.hands.best
+        balancing.try_by_hand(BY_HAND)
+        hand = balancing.hand
         if hand is not None and hand.judged.seconds <= SLOWER * best:
             self.longest = max(self.longest, hand.judged.seconds / best)
         else:
