@@ -2,40 +2,39 @@
 
 Each order is judged as a plan: by the bytes that the plan holds, and by the seconds that it takes. These are tried:
 
-1. the schedules' own orders, which do not depend on the limits;
-2. what a schedule finds within the limits, and less where its plan exceeds them;
-3. what a schedule finds within smaller limits, in proportion to those that were given::
+1. the schedules' own orders, one micro-batch in flight, and one micro-batch after the other;
+2. what a schedule finds within levels, which are limits in proportion to those that were given::
 
-       least         free
-         |--|--|--|--|             levels, between the least that micro-batches take and what the own order takes
-                    |              the limits: the three levels below are tried
+       least    1F1B      free
+         |-|--|--|---|------|      levels: within which own orders keep, and others from the least to the most of these
+                       |           the limits: the levels below are tried
 
-4. one micro-batch at a time.
+All multiples of some limits have the same levels. So what is tried within some limits is tried within their multiples,
+too, and larger limits make no longer step.
 
-Steps of more than 2,048 operators have no levels. Of these, zero bubble's order within its default limits is left out,
-too, if what was found leaves a device no room for the forward of one more micro-batch.
-
-All multiples of some limits have the same levels. So an order of 1, 3 or 4 that is tried within some limits is tried
-within their multiples, too, and larger limits make no longer step of it. What 2 finds has no such proof.
+Steps of more than 2,048 operators have no levels: a schedule looks for an order within the limits themselves, and
+within less where its plan exceeds them. Of these steps, zero bubble's order within its default limits is left out if
+what was found leaves a device no room for the forward of one more micro-batch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from .list_schedule import Beaten, Schedule
+from .list_schedule import ROUNDING, Beaten, Schedule
 from .micro_work import Work
 from .own_orders import OwnOrders, one_after_the_other
 from .plan_figures import Figures, PlanFigures
 
 __all__ = ["Judge", "Within", "excess"]
 
-_LEVELS: Final = 8
+_LEVELS: Final = 16
 _FEWEST: Final = 4
 _SIMULATED: Final = 8_192
-"""How many levels are tried at the most and at the least, and how many operators their simulations may come to. Steps
-of more operators have no levels."""
+"""How many levels lie between the least and the most at the most and at the least, and how many operators their
+simulations may come to. Steps of more operators have none."""
 
 
 class Judge:
@@ -90,7 +89,7 @@ class Within:
         limits: by device, in bytes.
 
     Attributes:
-        count: of levels.
+        count: of levels between the least and the most.
         since: how many schedules had been looked for within limits before.
         best: the fastest so far that keeps within the limits.
     """
@@ -128,15 +127,50 @@ class Within:
         return Beaten() if self.best is None else Beaten(self.best.seconds)
 
     def tried(self) -> Iterator[Sequence[int]]:
-        """The orders to try, one after the other, but for those that are beaten. What is likely to be the fastest comes
-        first. Of a large step, the order within the default limits is left out if there is no room for another one."""
+        """The orders to try, one after the other, but for those that are beaten."""
+        if not self.count:
+            yield from self.of_a_large_step()
+            return
+        own = self.own()
+        levels = self.levels([self.judge.of(order).peaks for order in own])
+        yield from sorted(own, key=lambda order: self.judge.of(order).seconds)
+        for level in levels:
+            limits = [None if limit is None else math.ceil(level * limit * ROUNDING) for limit in self.most]
+            for schedule in dict.fromkeys((self.schedule, "1f1b")):
+                if not self.orders.is_same(schedule, limits, self.since):
+                    yield from _orders(self.orders.found(schedule, limits, beaten=self.beaten))
+
+    def own(self) -> list[Sequence[int]]:
+        """The orders that do not depend on the limits; first that of the schedule that was asked for."""
         orders, schedule = self.orders, self.schedule
-        free = orders.unbeaten(schedule).order
-        if self.count:
-            self.judge.of(free)  # levels ask for all of it
-        yield free
+        found = [orders.unbeaten(schedule), orders.unbeaten("1f1b"), orders.found("1f1b", in_flight=1)]
+        if schedule == "zero_bubble":
+            found += [orders.within_1f1b(), orders.plain, orders.unbeaten("gpipe")]
+        return [*[order for one in found for order in _orders(one)], one_after_the_other(self.work)]
+
+    def levels(self, own: Sequence[Mapping[str, int]]) -> list[float]:
+        """The levels up to the limits, as shares of these, the largest first.
+
+        Args:
+            own: peaks of own orders, first those of the schedule that was asked for.
+        """
+
+        def share(peaks: Mapping[str, int]) -> float:
+            return max([peaks[device] / limit for device, limit in self.limits.items()])
+
+        needs = zip(self.work.devices, self.orders.needs, self.work.bytes.base, strict=True)
+        shares = [share(peaks) for peaks in own]
+        lowest, highest = min(share({device: base + need.least for device, need, base in needs}), *shares), shares[0]
+        between = [lowest * (highest / lowest) ** (n / self.count) for n in range(self.count + 1)]
+        return sorted({level for level in (*shares, *between) if level <= ROUNDING}, reverse=True)
+
+    def of_a_large_step(self) -> Iterator[Sequence[int]]:
+        """The orders to try of a step without levels, what is likely to be the fastest first. The order within the
+        default limits is left out if there is no room for another micro-batch."""
+        orders, schedule = self.orders, self.schedule
+        yield orders.unbeaten(schedule).order
         yield from self.tightened(schedule)
-        if schedule == "zero_bubble" and (self.count or not self.is_filled()):
+        if schedule == "zero_bubble" and not self.is_filled():
             if orders.plain.seconds <= self.beaten.seconds:
                 yield orders.plain.order
             yield from _orders(orders.within_1f1b(self.beaten))
@@ -144,10 +178,8 @@ class Within:
             yield from _orders(orders.found("1f1b", beaten=self.beaten))
         if schedule == "zero_bubble":
             yield from _orders(orders.found("gpipe", beaten=self.beaten))
-        yield from self.levels(schedule, free)
         if schedule != "1f1b":
             yield from self.tightened("1f1b")
-            yield from self.levels("1f1b", free)
         yield from _orders(orders.found("1f1b", in_flight=1, beaten=self.beaten))
         if self.best is None:
             yield one_after_the_other(self.work)
@@ -167,32 +199,6 @@ class Within:
             yield found.order
             if all(limit is None or peak <= limit for peak, limit in zip(held, self.most, strict=True)):
                 return
-
-    def levels(self, schedule: str, free: Sequence[int]) -> Iterator[Sequence[int]]:
-        """What a schedule finds within smaller limits, the largest first.
-
-        Args:
-            schedule: its name.
-            free: an order without limits.
-        """
-        if not self.count:
-            return
-        most = self.judge.of(free).peaks
-        devices = [
-            (need.least + base, most[device], limit)
-            for device, need, base, limit in zip(
-                self.work.devices, self.orders.needs, self.work.bytes.base, self.most, strict=True
-            )
-            if limit
-        ]
-        lowest = max([least / limit for least, _, limit in devices])
-        highest = max([most / limit for _, most, limit in devices])
-        for level in range(self.count, 0, -1):
-            share = lowest + (highest - lowest) * level / self.count
-            if lowest < share <= 1:
-                limits = [None if limit is None else int(share * limit) for limit in self.most]
-                if not self.orders.is_same(schedule, limits, self.since):
-                    yield from _orders(self.orders.found(schedule, limits, beaten=self.beaten))
 
     def planned(self, found: Schedule) -> Sequence[int]:
         """The most bytes on each device, as predicted for the plan of a schedule."""
