@@ -162,7 +162,7 @@ class Placing:
         program = first.recorded(found.program) if others else found.program
         for one in others:
             if isinstance(one, PipelineSchedule):
-                ordered = one.ordered(program, warns=True, place=self._place(program)[0])
+                ordered = one.ordered(program, self._place(program)[0])
                 program = ordered.with_(history=(*program.history, str(one)))
             else:
                 program = one.recorded(program)

@@ -17,6 +17,7 @@ model on one device, unlike devices, and replicas side by side.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator
@@ -78,16 +79,29 @@ class PipelineSchedule(Pass):
     topology: Machine = None
 
     def rewrite(self, program: Program) -> Program:
-        return self.ordered(program, warns=True)
+        return self.ordered(program)
 
-    def ordered(self, program: Program, *, warns: bool, place: Topology | None = None) -> Program:
+    def ordered(self, program: Program, place: Topology | None = None) -> Program:
         """The program in the order of the schedule.
 
         Args:
             program: with several micro-batches.
-            warns: whether it warns of what holds micro-batches together.
             place: the machine at hand, where no topology was given and the caller knows it.
         """
+        ordering = self.ordering(program, place)
+        _warn_of_waiting(ordering.work)
+        found = ordering.found()
+        if found is None:
+            raise ordering.refusal(self.limits or {})
+        return found
+
+    def tried(self, program: Program, place: Topology) -> Program | None:
+        """The same, without a warning; None where no order keeps within the limits: to say the least that one does
+        takes as long as to look for one."""
+        return self.ordering(program, place).found()
+
+    def ordering(self, program: Program, place: Topology | None = None) -> _Ordering:
+        """What finds the order."""
         net, devices = program.step, program.step.devices
         try:
             place = self.topology or place or Topology.here(devices)
@@ -97,9 +111,7 @@ class PipelineSchedule(Pass):
             work = Work(program, micro_batches(net.blobs), place)
         except GraphirError as e:
             raise PassError(f"pipeline: {e.what}", at=e.at, where=e.where, fix=e.fix) from None
-        if warns:
-            _warn_of_waiting(work)
-        return _Ordering(program, work, self, place).run()
+        return _Ordering(program, work, self, place)
 
 
 def pipeline(
@@ -154,11 +166,20 @@ class _Ordering:
         self.program, self.work, self.options, self.place = program, work, options, place
         self.orders = OwnOrders(work, options.in_flight)
 
-    def run(self) -> Program:
+    @cached_property
+    def judge(self) -> Judge:
+        """What plans come to."""
+        streams = self.place.host is None
+        figures = PlanFigures(self.work, PlanSeconds(self.work, by_lane=streams))
+        return Judge(figures, self.issued if streams else None)
+
+    def found(self) -> Program | None:
+        """The program in this order; None where no order keeps within the limits."""
         schedule, limits = self.options.schedule, self.options.limits
         if limits:
             self.refuse_unknown(limits)
-            return self.ordered(self.within(schedule, limits))
+            order = self.within(limits).fastest()
+            return None if order is None else self.ordered(order)
         found = self.orders.within_1f1b() if limits is None and schedule == "zero_bubble" else None
         return self.ordered((found or self.orders.unbeaten(schedule)).order)
 
@@ -172,36 +193,35 @@ class _Ordering:
         # receive buffer.
         return self.program.with_(step=net.with_(ops=ops, blobs={**blobs, **net.blobs}), ahead=0)
 
-    def within(self, schedule: str, limits: Mapping[str, int]) -> Sequence[int]:
-        """The fastest order whose plan keeps within the limits."""
-        streams = self.place.host is None
-        figures = PlanFigures(self.work, PlanSeconds(self.work, by_lane=streams))
-        judge = Judge(figures, self.issued if streams else None)
-        found = Within(self.orders, judge, schedule, limits).fastest()
-        if found is not None:
-            return found
-        least = self.least(judge, schedule, limits)
-        device = next(iter(least))
-        raise PassError(
-            f"no order by {schedule!r} of the micro-batches keeps within {nbytes_text(limits[device])} on {device}",
-            where=f"program {self.program.name!r}",
-            fix=f"the least that can is limits={{{', '.join(f'{d!r}: {n}' for d, n in least.items())}}}",
-        )
-
     def issued(self, order: Sequence[int]) -> float:
         """The seconds of a step that one host thread issues to streams, as :func:`graphir.estimate` predicts them."""
         plan, seconds = instructed(self.ordered(order)), self.work.seconds
         costs = [Cost(seconds[i], "roofline") for i in order]
         return predicted(plan, plan.dims, costs, streams_of(self.place), self.place).times.seconds
 
-    def least(self, judge: Judge, schedule: str, limits: Mapping[str, int]) -> Mapping[str, int]:
+    def within(self, limits: Mapping[str, int]) -> Within:
+        """A search within limits."""
+        return Within(self.orders, self.judge, self.options.schedule, limits)
+
+    def refusal(self, limits: Mapping[str, int]) -> PassError:
+        """The error that says that no order keeps within the limits, and the least with which one does."""
+        least = self.least(limits)
+        device = next(iter(least))
+        return PassError(
+            f"no order by {self.options.schedule!r} of the micro-batches keeps within "
+            f"{nbytes_text(limits[device])} on {device}",
+            where=f"program {self.program.name!r}",
+            fix=f"the least that can is limits={{{', '.join(f'{d!r}: {n}' for d, n in least.items())}}}",
+        )
+
+    def least(self, limits: Mapping[str, int]) -> Mapping[str, int]:
         """By device whose limit is too small, one with which the schedule has an order: what the nearest order so far
         holds, if that one or another is found with it. The last orders that are tried do not depend on limits."""
         needed = [
             {device: peaks[device] for device, limit in limits.items() if peaks[device] > limit}
-            for peaks, _ in sorted(map(judge.of, [*judge.known]), key=lambda found: excess(found.peaks, limits))
+            for peaks, _ in sorted(map(self.judge.of, [*self.judge.known]), key=lambda of: excess(of.peaks, limits))
         ]
-        return next(more for more in needed if Within(self.orders, judge, schedule, {**limits, **more}).is_kept())
+        return next(more for more in needed if self.within({**limits, **more}).is_kept())
 
     def refuse_unknown(self, limits: Mapping[str, int]) -> None:
         for device in limits:

@@ -57,6 +57,9 @@ _UNTIL_ONE_FITS: Final = 2.5
 """The part of the budget for plans that a person would try: before the search, and before a refusal. And how many times
 as many seconds while none keeps within the limits."""
 
+_FEWEST_BY_HAND: Final = 4
+"""How many plans of a person are judged at least while none keeps within the limits, however long they take."""
+
 _LEAST_BY_HAND: Final = 12
 _PLAN: Final = 60
 _OPERATORS: Final = 10
@@ -65,6 +68,11 @@ a plan counts beside its own, of which so many take as long as a placement of gr
 
 _ON_TOP: Final = 0.3
 """The part of the seconds of a search that plans may take on top of these."""
+
+_ENDS: Final = 1.5
+_ENDS_WANTING: Final = 2.0
+"""How many times the seconds of a search may be over when the last plan is made, and while none keeps within the
+limits. The first one is made all the same where none does."""
 
 _BETWEEN: Final = 0.2
 """The part of the seconds so far that plans between rounds may have taken."""
@@ -116,7 +124,7 @@ class Balancing:
         tried: by outcomes of groups and choice, what it comes to as a plan.
         best: the fastest of these that keeps within the limits, in its fastest order.
         nearest: the one that exceeds the limits least.
-        plan: seconds that one plan takes.
+        begun: when it began, as :func:`time.perf_counter` has it.
         emitting: seconds that all took so far.
         interrupted: whether Ctrl-C ended the making of plans.
         figures: makes the report.
@@ -149,7 +157,7 @@ class Balancing:
         self.nearest: tuple[Attempt, Emitted] | None = None
         self.hand: Hand | None = None
         self.last_hand: Hand | None = None
-        self.plan = self.emitting = 0.0
+        self.begun = self.emitting = 0.0
         self.interrupted = False
         self.emits = len(self.program.step.ops) <= _MOST_EMITTED
 
@@ -179,8 +187,10 @@ class Balancing:
                 return True
             if self.asked.budget.evaluations is not None:
                 return len(self.hands.known) - len(self.hands.on_host) >= most
-            seconds = self.asked.budget.seconds * share * (_UNTIL_ONE_FITS if self.hands.best is None else 1)
-            return time.perf_counter() - begun >= seconds
+            if self.hands.best is not None:
+                return time.perf_counter() - begun >= self.asked.budget.seconds * share
+            seconds = self.asked.budget.seconds * share * _UNTIL_ONE_FITS
+            return len(self.hands.known) >= _FEWEST_BY_HAND and time.perf_counter() - begun >= seconds
 
         try:
             while not enough():
@@ -241,7 +251,7 @@ class Balancing:
     def searched(self, *, any_will_do: bool = False) -> list[Attempt]:
         """What searches find, round after round, with the plans of a person before, and between them. What is emitted
         after a round does not depend on the rounds that follow."""
-        begun = time.perf_counter()
+        begun = self.begun = time.perf_counter()
         if self.emits:
             self.hands.know(self.asked.known)
             self.try_by_hand(_BY_HAND, first=any_will_do)
@@ -272,7 +282,7 @@ class Balancing:
         """Whether there is time for plans between rounds."""
         if self.asked.budget.evaluations is not None:
             return True
-        return self.emitting + self.plan * self.most_candidates() <= _BETWEEN * (time.perf_counter() - begun)
+        return self.emitting + self.plans.seconds * self.most_candidates() <= _BETWEEN * (time.perf_counter() - begun)
 
     def starts(self, grouped: Grouped) -> list[Choice]:
         """What a search among some groups begins with beside plain choices."""
@@ -280,12 +290,10 @@ class Balancing:
         return [choice_of(hand.draft, grouped) for hand in found if hand is not None]
 
     def leave_to_plans(self) -> None:
-        """Let the search end early enough for the plans of what it finds, by what that of the program itself takes."""
-        begun = time.perf_counter()
+        """Let the search end early enough for the plans of what it finds."""
         self.plans.of(self.grouped, self.grouped.problem.now())
-        self.plan = time.perf_counter() - begun
-        plans = self.most_candidates() * self.plan
-        self.searches.leave(max(plans - _ON_TOP * self.asked.budget.seconds, 0.0) - self.plan)
+        plans = self.most_candidates() * self.plans.seconds
+        self.searches.leave(max(plans - _ON_TOP * self.asked.budget.seconds, 0.0))
 
     def most_candidates(self) -> int:
         """How many choices become plans after one round, at most."""
@@ -303,11 +311,13 @@ class Balancing:
         begun = time.perf_counter()
         try:
             for attempt, choice in self.candidates(attempts):
+                if (self.tried or self.fits) and self.is_late():
+                    break
                 self.emit(attempt, choice)
             best = min(attempts, key=lambda attempt: attempt.rank)
             tried = [choice for outcomes, choice in self.tried if outcomes is best.outcomes]
             for choice in (*self.unlike(best, tried), *best.found.others[-1:]):
-                if self.slow():
+                if self.slow() and not self.is_late():
                     self.emit(best, choice)
         except KeyboardInterrupt:  # as in a search: the best so far
             if not self.fits:
@@ -316,6 +326,13 @@ class Balancing:
         for attempt in attempts:
             self.hold_more(attempt)
         self.emitting += time.perf_counter() - begun
+
+    def is_late(self) -> bool:
+        """Whether one more plan would end too late."""
+        if self.asked.budget.evaluations is not None:
+            return False
+        most = (_ENDS if self.fits else _ENDS_WANTING) * self.asked.budget.seconds
+        return time.perf_counter() + self.plans.seconds > self.begun + most
 
     def emit(self, attempt: Attempt, choice: Choice) -> None:
         """Know a choice as a plan; the fastest that keeps within the limits is kept, in its fastest order."""

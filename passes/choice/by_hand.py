@@ -315,7 +315,7 @@ class ByHand:
         """A draft as a plan."""
         try:
             program = self.drafts.placed(draft)
-            judged = self.plans.judged(program, timed=draft == Draft())
+            judged = self.plans.as_it_is if program is self.plans.program else self.plans.judged(program, timed=False)
         except PassError:
             return None  # a pattern that the pass refuses, or what cannot be repeated
         return self.kept(Hand(draft, program, judged, says(draft)))

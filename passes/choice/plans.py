@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from math import inf
 from typing import Final, NamedTuple, get_args
 
@@ -30,6 +32,9 @@ __all__ = ["Emitted", "Judged", "Plans"]
 
 _OWN: Final = tuple(get_args(Schedules))
 """The schedules whose own order may be faster than the one that is found within the limits."""
+
+_FLOWING: Final = 5
+"""How many times as long it takes to make a plan whose micro-batches flow."""
 
 
 class Judged(NamedTuple):
@@ -98,8 +103,9 @@ class Plans:
     Attributes:
         rooms: by device, the most bytes that it may hold: its limit; of a host without limit, its memory if that is
             known.
-        now: what the program as it is comes to, if that is known.
         emitted: how many plans were.
+        now: the program as it is, as a choice, if that is known.
+        slowest: seconds that one plan took to be made at most, by whether it has more devices than the program.
     """
 
     def __init__(
@@ -119,8 +125,14 @@ class Plans:
         memory = topology.speed(CPU).memory
         host = {} if memory is None else {str(CPU): memory}
         self.rooms = {**host, **{str(device): limit for device, limit in limits.items()}}
-        self.now: Emitted | None = None
         self.emitted = 0
+        self.now: Emitted | None = None
+        self.slowest: dict[bool, float] = {}
+
+    @cached_property
+    def as_it_is(self) -> Judged:
+        """What the program as it is comes to."""
+        return self.judged(self.program)
 
     def of(self, grouped: Grouped, choice: Choice) -> Emitted:
         """A choice made, and what its plan comes to; that of the program as it is, whatever its groups, once."""
@@ -133,15 +145,26 @@ class Plans:
     def made(self, grouped: Grouped, choice: Choice) -> Emitted:
         """The same, anew."""
         program = placed(self.program, grouped, choice)
-        return Emitted(choice, program, *self.judged(program))
+        judged = self.as_it_is if program is self.program else self.judged(program)
+        return Emitted(choice, program, *judged)
 
     def judged(self, program: Program, *, timed: bool = True) -> Judged:
         """What a placed program comes to: with shared storage where its plan would exceed the limits. What exceeds them
         all the same is *timed* where that is asked for."""
+        begun = time.perf_counter()
         copied = InjectCopies().recorded(program)
         limits = {str(device): limit for device, limit in self.limits.items() if device in set(copied.devices)}
         found = self.flowing(copied, build(PipelineSchedule, limits=limits, topology=self.named))
-        return self.sharing(*(found or (copied, str(InjectCopies()))), timed=timed)
+        judged = self.sharing(*(found or (copied, str(InjectCopies()))), timed=timed)
+        crosses = len(copied.devices) > len(self.program.devices)
+        self.slowest[crosses] = max(self.slowest.get(crosses, 0.0), time.perf_counter() - begun)
+        return judged
+
+    @property
+    def seconds(self) -> float:
+        """How long one plan takes to be made, at most. Micro-batches that flow are looked at in many orders."""
+        alone = self.slowest.get(False, 0.0)
+        return self.slowest.get(True, alone * _FLOWING if self.flows else alone)
 
     def fastest(self, one: Emitted) -> Emitted:
         """An emitted choice in the fastest order of its micro-batches that keeps within the limits."""
@@ -218,7 +241,9 @@ class Plans:
             return None
         try:
             order.require_order(copied)
-            found = order.ordered(copied, warns=False, place=self.topology)
+            found = order.tried(copied, self.topology)
         except PassError:
+            return None
+        if found is None:
             return None
         return found.with_(history=(*copied.history, str(order))), f"{InjectCopies()} | {order}"

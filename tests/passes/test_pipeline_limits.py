@@ -59,4 +59,4 @@ def test_more_room_makes_no_longer_a_step(seed: int, machine: str | None) -> Non
         found = planned(passes.pipeline(program(seed), limits=limits, topology=machine), machine)
         assert found.keeps(limits)
         taken.append(found.seconds)
-    assert taken == sorted(taken, reverse=True) and taken[-1] < taken[0]
+    assert taken == sorted(taken, reverse=True)
