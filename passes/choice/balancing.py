@@ -37,7 +37,7 @@ _MOST_EMITTED: Final = 20_000
 search."""
 
 _TRIES: Final = 4
-_TRYING: Final = 0.2
+_TRYING: Final = 0.35
 _LARGER: Final = 1.05
 _EMITTED_AGAIN: Final = 0.25
 """How many limits a refusal may try before it names some, and the part of the budget for all of them and for each:
@@ -54,11 +54,10 @@ _SAID: Final = 1.01
 _BY_HAND: Final = 0.2
 _BEFORE_A_REFUSAL: Final = 0.1
 _UNTIL_ONE_FITS: Final = 2.5
-"""The part of the budget for plans that a person would try: before the search, and before a refusal. And how many times
-as many seconds while none keeps within the limits."""
-
+_UNTIL_SOME_ARE_JUDGED: Final = 5
 _FEWEST_BY_HAND: Final = 4
-"""How many plans of a person are judged at least while none keeps within the limits, however long they take."""
+"""The part of the budget for plans that a person would try: before the search, and before a refusal. How many times as
+many seconds while none keeps within the limits, and while only so few were judged."""
 
 _LEAST_BY_HAND: Final = 12
 _PLAN: Final = 60
@@ -187,10 +186,11 @@ class Balancing:
                 return True
             if self.asked.budget.evaluations is not None:
                 return len(self.hands.known) - len(self.hands.on_host) >= most
+            parts = (time.perf_counter() - begun) / (self.asked.budget.seconds * share)
             if self.hands.best is not None:
-                return time.perf_counter() - begun >= self.asked.budget.seconds * share
-            seconds = self.asked.budget.seconds * share * _UNTIL_ONE_FITS
-            return len(self.hands.known) >= _FEWEST_BY_HAND and time.perf_counter() - begun >= seconds
+                return parts >= 1
+            few = len(self.hands.known) < _FEWEST_BY_HAND
+            return parts >= (_UNTIL_SOME_ARE_JUDGED if few else _UNTIL_ONE_FITS)
 
         try:
             while not enough():

@@ -193,13 +193,16 @@ class ByHand:
                 self.add((yield from self.reckoning.cheapest(level, chain, Way())))
 
     def every_one(self, chains: Sequence[tuple[Device, ...]]) -> _Tried:
-        """Add every placement of a few modules, each of them on any device and stored in any way."""
+        """Add every placement of a few modules, each of them on any device and stored in any way; where these are too
+        many, without what is parked, and without what is computed again."""
         fates: list[Fate] = ["keep"]
         fates += ["again"] if "recompute" in self.options else []
         fates += ["park"] if "park" in self.options else []
-        for level in self.levels.depths():
-            few = Few(self.reckoning, [p for p in level if self.levels.parts[p].state], chains[0], fates)
-            for placements in few.reckoned() if len(self.sources) == 1 and not few.many else ():
+        for level in self.levels.depths() if len(self.sources) == 1 else ():
+            units = [path for path in level if self.levels.parts[path].state]
+            some = [Few(self.reckoning, units, chains[0], fates[:most]) for most in range(len(fates), 0, -1)]
+            few = next((one for one in some if not one.many), None)
+            for placements in few.reckoned() if few is not None else ():
                 for over, hoped, seconds, cut, ways in placements:
                     if not over or not hoped:
                         self.push(_Try(over, seconds, next(self.numbers), cut, ways))
