@@ -2,8 +2,9 @@
 
 State is shared by all of their plans, so what the first placement has moved stays there::
 
-    the first           balance ──▶ modules, what is parked, what is computed again
+    the first           balance ──▶ modules, what is parked, what is computed again, optimizer state that is parked
     later ones          modules as before ──balance──▶ what is parked, what is computed again
+    with parked state   as the first
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ from .ir.text import nbytes_text
 
 __all__ = ["Placing"]
 
-_OPTIONS: Final = tuple([option for option in OPTIONS if option != "state"])
-"""What may be done: plans share optimizer state, so that none parks some that the others have at home."""
+_LATER: Final = tuple([option for option in OPTIONS if option != "state"])
+"""What may be done with later programs: plans share optimizer state, so that none parks some that others have at home.
+"""
 
 Going: TypeAlias = "tuple[tuple[Device, Device], ...]"
 """Of each device that a module is on, one for each replica, the device to which it goes."""
@@ -77,6 +79,7 @@ class Placing:
         self._topology, self._binding, self._shares = given.topology, binding, shares
         self.balanced: Balanced | None = None
         self._homes: dict[str, Device] = {}
+        self._away: set[str] = set()
 
     def placed(self, program: Program) -> Balanced:
         """A program within the limits, its modules where the kept placements have them.
@@ -85,7 +88,11 @@ class Placing:
             PassError: no placement within the limits is found.
         """
         if self.balanced is None:
-            return self._balance(program, options=(*_OPTIONS, *(["shares"] if self._shares else [])))
+            found = self._balance(program, options=(*OPTIONS, *(["shares"] if self._shares else [])))
+            self._away = set(_parked(program, found.program))
+            return found
+        if self._away.intersection(program.step.external_inputs):
+            return self._balance(program, like=self.balanced.pipeline)
         kept = _kept(program, self._homes)
         try:
             if len(program.replicas) == 1:
@@ -100,12 +107,12 @@ class Placing:
             where = "a later capture, whose modules stay where the first one has them"
             raise PassError(e.what, at=e.at, where=where, fix=e.fix) from None
 
-    def _balance(self, program: Program, **options: object) -> Balanced:
+    def _balance(self, program: Program, like: str = "", **options: object) -> Balanced:
         place, threads = self._place(program)
         remedy = "" if self.balanced is None else "compile the model at its largest sizes first"
         asked: dict[str, object] = {"limits": self.limits, "topology": self._topology, "devices": self._bound()}
-        given = {"options": _OPTIONS, **asked, **options}
-        found = build(Balance, **given).balanced(program, "cached", threads, remedy, place)
+        given = {"options": _LATER, **asked, **options}
+        found = build(Balance, **given).balanced(program, "cached", threads, remedy, place, like)
         if self.limits == "auto":
             self.limits = found.limits
             limits = ", ".join([f"{device} {nbytes_text(most)}" for device, most in found.limits.items()])
@@ -181,6 +188,16 @@ def _state(program: Program) -> Iterator[tuple[str, Device]]:
         blob = program.step.blobs[name]
         if blob.role in ("param", "buffer") and not blob.device.is_host:
             yield name, blob.device
+
+
+def _parked(program: Program, placed: Program) -> Iterator[str]:
+    """The optimizer state of a program that is beside its parameter, and in the placed one elsewhere."""
+    for name in program.step.external_inputs:
+        of = name.rpartition(".")[0]
+        if program.step.blobs[name].role == "state" and of in program.step.external_inputs:
+            before, after = program.step.blobs, placed.step.blobs
+            if before[name].device == before[of].device and after[name].device != after[of].device:
+                yield name
 
 
 def _kept(program: Program, homes: Mapping[str, Device]) -> dict[str, Going]:

@@ -90,6 +90,7 @@ class Balance(Pass):
         threads: int = 1,
         remedy: str = "",
         place: Topology | None = None,
+        like: str = "",
     ) -> Balanced:
         """The placement, with what led to it.
 
@@ -100,6 +101,7 @@ class Balance(Pass):
             remedy: what callers can do where nothing is within the limits, beside giving more; by default, what those
                 of :func:`balance` can.
             place: the machine at hand, where no topology was given and the caller knows how devices are bound.
+            like: the passes of the only placement that will do, as text; by default any.
         """
         self.require_order(program)
         require_captured(program, self.name)
@@ -108,7 +110,7 @@ class Balance(Pass):
             found = self.model_copy(update={"pin": pin}).balanced(there, profile, threads, remedy, place)
             return replace(found, pipeline=" | ".join(found.program.history[len(program.history) :]))
         with collector_paused(), blamed(program):
-            asked = self.asked(program, profile, threads, place)
+            asked = self.asked(program, profile, threads, place)._replace(known=like, only=bool(like))
             try:
                 return balanced(asked)
             except Refused as refused:

@@ -19,7 +19,7 @@ __all__ = ["BUDGETS", "LIMITS", "OPTIONS", "Asked", "problem", "steps", "worst"]
 
 BUDGETS: Final = (500, 1000, 2000, 4000)
 LIMITS: Final = (1.0, 1.1, 1.25, 1.5)
-OPTIONS: Final = tuple(accumulate([(option,) for option in ("shift", "park", "recompute", "share_storage")]))
+OPTIONS: Final = tuple(accumulate([(option,) for option in ("shift", "park", "recompute", "state", "share_storage")]))
 
 _SHARES: Final = (0.9, 0.8, 0.7, 0.6, 0.55)
 _UNLIKE: Final = graphir.Topology.of("rtx4090", "rtx3090", "rtx4090", "rtx3090")

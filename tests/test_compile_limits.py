@@ -149,3 +149,33 @@ def test_passes_behind_that_exceed_a_limit_are_refused() -> None:
 def test_limits_are_given_to_compile_and_not_to_its_session() -> None:
     with pytest.raises(SessionError, match="a session has no option 'limits'"):
         compiled(session={"limits": {"gpu:0": 10**9}})
+
+
+def test_later_plans_park_the_optimizer_state_that_the_first_one_parks() -> None:
+    """The limit is one within which nothing is found without that. The second number is captured anew."""
+    limits = {"gpu:0": int(0.72 * need(16))}
+    x, y = rows(16)
+    with compiled(16) as plain, compiled(16, limits=limits) as step:
+        with pytest.raises(PassError, match="no placement within the limits"):
+            passes.balance(
+                plain.plan.program, limits, topology="h200x8", options=("park", "recompute", "share_storage")
+            )
+        for scale in (1, 2, 1):
+            with pytest.warns(RecaptureWarning) if scale == 2 else _nothing():
+                found = step.step(x, y, scale=scale)
+            with pytest.warns(RecaptureWarning) if scale == 2 else _nothing():
+                assert torch.equal(found, plain.step(x, y, scale=scale))
+        first, second = step.plans
+        parked = {name for name, home in homes(first).items() if home == "cpu:0" and "exp_avg" in name}
+        assert parked and homes(first) == homes(second)
+        assert all(peaks(plan)["gpu:0"] <= limits["gpu:0"] for plan in step.plans)
+
+
+def test_a_later_capture_with_parked_state_that_exceeds_a_limit_is_refused() -> None:
+    limits = {"gpu:0": int(0.72 * need(16))}
+    with compiled(16, limits=limits, kwargs={}) as step:
+        before = step.plans
+        with pytest.raises(PassError, match="no placement within the limits was found: gpu:0 lacks") as refusal:
+            step.step(*rows(512))
+        assert refusal.value.fix.endswith("; or compile the model at its largest sizes first")
+        assert step.plans == before and step.steps_done == 0

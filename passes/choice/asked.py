@@ -46,6 +46,7 @@ class Asked(NamedTuple):
         whole: patterns of modules that are not taken apart.
         budget: of the searches.
         known: the passes of a placement that is tried first, as text; empty where none is known.
+        only: whether no other placement will do.
         free: whether the limits are what is free, and not what the caller named.
     """
 
@@ -61,6 +62,7 @@ class Asked(NamedTuple):
     whole: Sequence[str]
     budget: Budget
     known: str = ""
+    only: bool = False
     free: bool = False
 
     def wanted(self) -> Wanted:

@@ -186,6 +186,11 @@ class Attempts:
             self.searches[most, tails] = found
         return found
 
+    def begun(self) -> list[Attempt]:
+        """What the first search begins with."""
+        self.searched(self.most, tails=False)
+        return self.attempts()
+
     def attempts(self) -> list[Attempt]:
         """What searches have found so far."""
         return [Attempt(grouped, search.outcomes, search.found()) for grouped, search in self.searches.values()]

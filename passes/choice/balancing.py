@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 from graphir.analysis.execution import streams_of
+from graphir.errors import PassError
 from graphir.ir.names import micro_batches
 from graphir.ir.program import Program
 
@@ -200,6 +202,10 @@ class Balancing:
             if not self.fits:
                 raise
             self.interrupted = True
+        self.order_hand()
+
+    def order_hand(self) -> None:
+        """Know the best plan of a person in its fastest order."""
         best = self.hands.best
         if best is not None and best is not self.last_hand:
             self.last_hand = best
@@ -213,6 +219,8 @@ class Balancing:
         Raises:
             Refused: none is within the limits.
         """
+        if self.asked.only:
+            return self.repeated()
         attempts = self.searched()
         if not self.emits:
             best = min(attempts, key=lambda attempt: attempt.rank)
@@ -229,8 +237,28 @@ class Balancing:
         attempt, one = self.nearest
         raise self.refused(attempt, one.choice)
 
+    def repeated(self) -> Balanced:
+        """The placement that is known.
+
+        Raises:
+            Refused: it exceeds the limits.
+            PassError: it is none of this program.
+        """
+        hand = self.hands.know(self.asked.known)
+        if self.hands.best is None:
+            peaks, given = hand.judged.peaks, {str(device): nbytes for device, nbytes in self.plans.limits.items()}
+            missing, at = missing_of(self.plans, peaks, hand.judged.made)
+            nearest = {name: max(nbytes, peaks.get(name, 0)) for name, nbytes in given.items()}
+            raise Refused(self.program, missing, at, given, [nearest], [hand.program], 1.0, 1.0, False, 1)
+        self.order_hand()
+        assert self.hand is not None  # one is the best
+        return self.figures.report_by_hand(self.hand, self.searches.begun())
+
     def keeps(self) -> bool:
         """Whether any placement within the limits is found, as :meth:`run` would."""
+        if self.asked.only:
+            self.hands.know(self.asked.known)
+            return self.fits
         attempts = self.searched(any_will_do=True)
         return self.fits if self.emits else not all(attempt.found.outcome.over for attempt in attempts)
 
@@ -253,7 +281,9 @@ class Balancing:
         after a round does not depend on the rounds that follow."""
         begun = self.begun = time.perf_counter()
         if self.emits:
-            self.hands.know(self.asked.known)
+            with suppress(PassError):  # the passes of a balance of another batch
+                if self.asked.known:
+                    self.hands.know(self.asked.known)
             self.try_by_hand(_BY_HAND, first=any_will_do)
             if any_will_do and self.fits:
                 return []

@@ -323,14 +323,14 @@ class ByHand:
             return None  # a pattern that the pass refuses, or what cannot be repeated
         return self.kept(Hand(draft, program, judged, says(draft)))
 
-    def know(self, pipeline: str) -> None:
-        """Judge the placement that some passes make, those of a balance of another batch."""
-        if pipeline:
-            try:
-                program = repeated(self.plans.program, pipeline)
-                self.kept(Hand(Draft(), program, self.plans.judged(program, timed=False), _KNOWN))
-            except PassError:
-                pass  # they are none of this batch
+    def know(self, pipeline: str) -> Hand:
+        """Judge the placement that some passes make, those of a balance of another batch.
+
+        Raises:
+            PassError: they are none of this one.
+        """
+        program = repeated(self.plans.program, pipeline)
+        return self.kept(Hand(Draft(), program, self.plans.judged(program, timed=False), _KNOWN))
 
     def kept(self, hand: Hand) -> Hand:
         """A plan, kept if it is the best or the nearest so far."""
