@@ -35,9 +35,9 @@ from graphir.ir.verify import blamed
 from .base import OptionError, Pass, Placed, build, read_option, register, require_program
 from .choice.asked import OPTIONS, Asked, Option
 from .choice.attempts import Budget
-from .choice.balancing import nearest_limits
 from .choice.by_shares import balanced
 from .choice.hosted import on_host
+from .choice.nearest import nearest_limits
 from .choice.refusals import Refused, refusal
 from .choice.report import Balanced
 from .limits import AutoLimits, free_limits

@@ -29,7 +29,7 @@ from .proven import proven
 from .refusals import Refused, missing_of
 from .report import Balanced
 
-__all__ = ["Balancing", "nearest_limits"]
+__all__ = ["Balancing"]
 
 _WORSE: Final = 1.03
 """How many times as long as another's a step may be, as its groups say, so that a plan is worth a look."""
@@ -37,15 +37,6 @@ _WORSE: Final = 1.03
 _MOST_EMITTED: Final = 20_000
 """Operators of a program above which peaks and seconds are not those of an emitted plan: it would take longer than the
 search."""
-
-_TRIES: Final = 4
-_TRYING: Final = 0.35
-_LARGER: Final = 1.05
-_EMITTED_AGAIN: Final = 0.25
-"""How many limits a refusal may try before it names some, and the part of the budget for all of them and for each:
-there is a placement within them, and a balance that begins anew has to find one. Where it finds none within any limits
-that are known, limits so many times as large come next. No more are tried behind so large a part of the plans that were
-judged before."""
 
 _HOPELESS: Final = 0.02
 """By how much the groups may exceed limits so that plans are worth a look."""
@@ -246,9 +237,9 @@ class Balancing:
         """
         hand = self.hands.know(self.asked.known)
         if self.hands.best is None:
-            peaks, given = hand.judged.peaks, {str(device): nbytes for device, nbytes in self.plans.limits.items()}
+            peaks, given = hand.judged.peaks, self.within({})
             missing, at = missing_of(self.plans, peaks, hand.judged.made)
-            nearest = {name: max(nbytes, peaks.get(name, 0)) for name, nbytes in given.items()}
+            nearest = self.within(peaks)
             raise Refused(self.program, missing, at, given, [nearest], [hand.program], 1.0, 1.0, False, 1)
         self.order_hand()
         assert self.hand is not None  # one is the best
@@ -425,12 +416,6 @@ class Balancing:
     def refused(self, attempt: Attempt, choice: Choice) -> Refused:
         """What is missing where the nearest placement is, and limits under which there is one."""
         found = least(self.searches, attempt, choice)
-        given = {str(device): nbytes for device, nbytes in self.plans.limits.items()}
-
-        def within(peaks: Mapping[str, int]) -> dict[str, int]:
-            """The limits within which these peaks are, too."""
-            return {name: max(nbytes, peaks.get(name, 0)) for name, nbytes in given.items()}
-
         nearest: list[tuple[Mapping[str, int], Program | None]] = []
         ample, placings = [], []
         problem = attempt.grouped.problem
@@ -439,43 +424,22 @@ class Balancing:
             made = self.plans.of(attempt.grouped, one) if self.emits else None
             nearest.append((reckoned, None) if made is None else (made.peaks, made.made))
             placings += [] if made is None else [made.program]
-            ample.append(within({name: max(nbytes, nearest[-1][0].get(name, 0)) for name, nbytes in reckoned.items()}))
+            ample.append(
+                self.within({name: max(nbytes, nearest[-1][0].get(name, 0)) for name, nbytes in reckoned.items()})
+            )
         if (hand := self.hands.nearest) is not None:
             nearest.append((hand.judged.peaks, hand.judged.made))
             placings.append(hand.program)
         missing, at = missing_of(self.plans, *min(nearest, key=lambda one: self.plans.factor(one[0])))
         certain = proven(self.program, self.wanted.limits, self.wanted.devices, self.asked.options)
-        known = [*[within(held) for held, _ in nearest], *ample]
+        known = [*[self.within(held) for held, _ in nearest], *ample]
         interrupted = attempt.found.interrupted or found.interrupted
-        emitted = self.plans.emitted
+        given, emitted = self.within({}), self.plans.emitted
         return Refused(self.program, missing, at, given, known, placings, certain, found.proven, interrupted, emitted)
 
-
-def nearest_limits(asked: Asked, refused: Refused) -> tuple[Mapping[str, int], bool]:
-    """Limits for a refusal to name, and whether a placement within them is found: those within which plans keep are
-    tried, the least first, and then larger ones."""
-    begun, budget = time.perf_counter(), asked.budget
-    shorter = budget._replace(seconds=_TRYING * budget.seconds)
-    if budget.evaluations is not None:
-        shorter = shorter._replace(evaluations=max(round(_TRYING * budget.evaluations), 1))
-    limits: Mapping[str, int] = min(refused.nearest, key=refused.times)
-    emitted = 0
-    for number in range(_TRIES):
-        late = time.perf_counter() - begun > shorter.seconds if budget.evaluations is None else False
-        if refused.interrupted or (number and (late or emitted > _EMITTED_AGAIN * refused.emitted)):
-            break
-        try:
-            trial = Balancing(asked._replace(program=refused.program, limits=limits, budget=shorter))
-            if trial.keeps():
-                return limits, True
-            emitted += trial.plans.emitted
-        except KeyboardInterrupt:  # there is something to say already
-            break
-        tried = refused.times(limits)
-        more = [one for one in refused.nearest if refused.times(one) > tried]
-        larger = {device: int(_LARGER * nbytes) for device, nbytes in limits.items()}
-        limits = min(more, key=refused.times, default=larger)
-    return limits, False
+    def within(self, peaks: Mapping[str, int]) -> dict[str, int]:
+        """The limits, raised so far that some peaks are within them."""
+        return {str(device): max(limit, peaks.get(str(device), 0)) for device, limit in self.plans.limits.items()}
 
 
 def _elsewhere(choice: Choice, other: Choice) -> int:
