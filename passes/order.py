@@ -11,7 +11,7 @@ Operators keep their program order, except that
   left again: state that is parked comes and goes, and this is how little of it is there at a time;
 * in a program that reduces gradients, what follows from a reduction is issued as soon as it can be: an update once its
   gradient is reduced and every reader of the parameter is issued, not after the whole backward. Reductions of small
-  gradients are gathered until they come to :data:`_BUCKET` bytes;
+  gradients are gathered until they come to :data:`BUCKET` bytes;
 * a storage is freed after its last use.
 
 Updates and frees that depend on a just-issued transfer are delayed: until the transfer's lane has been given another
@@ -40,7 +40,7 @@ from graphir.ir.operator import Operator
 from graphir.ir.plan import issued_as, issued_on, parts_of
 from graphir.ir.size import Dims
 
-__all__ = ["AHEAD", "SMALL", "Tasks", "issue_order"]
+__all__ = ["AHEAD", "BUCKET", "SMALL", "Tasks", "issue_order"]
 
 _Task: TypeAlias = "int | str"
 """An operator by position, or the free of a storage."""
@@ -51,7 +51,7 @@ AHEAD: Final = 8
 SMALL: Final = 1 << 16
 """Bytes: a transfer of less takes no longer than the waits around it."""
 
-_BUCKET: Final = 4 << 20
+BUCKET: Final = 4 << 20
 """Bytes of gradients that are gathered before replicas wait for each other.
 
 Between DistributedDataParallel's first bucket and its others (1 and 25 MiB). On the host a lane that waits does nothing
@@ -117,7 +117,7 @@ class Tasks:
 
     def is_small(self, i: int) -> bool:
         """Whether a transfer may be one of a group."""
-        return self.nbytes(i) < (_BUCKET if self.gathers(i) else SMALL) and not self.net.ops[i].issue
+        return self.nbytes(i) < (BUCKET if self.gathers(i) else SMALL) and not self.net.ops[i].issue
 
     def gathers(self, i: int) -> bool:
         """Whether a transfer is a reduction of gradients."""
@@ -384,7 +384,7 @@ class _Order:
             gathered, nbytes = self.gathered.pop(route := tasks.route(i), ([], 0))
             gathered.append(i)
             nbytes += tasks.nbytes(i)
-            if nbytes < _BUCKET:
+            if nbytes < BUCKET:
                 self.gathered[route] = gathered, nbytes
             else:
                 self.transfers += gathered

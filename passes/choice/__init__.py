@@ -15,9 +15,12 @@ exact.py     Problem ──▶ the best choice there is, by a constraint solver:
 facts.py     Problem ──▶ what holds whatever is chosen, for both
 moves.py     Choice ──▶ the program, placed; naming.py says how its passes name modules
 plans.py     Choice ──▶ its plan: what devices hold, and how long a step takes
-levels.py    program ──▶ what a person recomputes, parks or cuts at; holding.py reckons what devices hold then
+levels.py    program ──▶ what a person recomputes, parks or cuts at
+holding.py   Step, and where parts are ──▶ what devices hold; reductions.py says when replicas reduce gradients
+chains.py    devices ──▶ the orders in which parts of a model are on them, alike in each replica
 drafts.py    a plan as a person writes it ──▶ the program, placed; reckoning.py says what it should hold and take
 few.py       every placement of a few modules, reckoned at once
+cuts.py      level ──▶ its cheapest cut; intervals.py reckons what neighbours come to that are one part
 by_hand.py   levels ──▶ the plans that a person would try, and the fastest that keeps within limits
 proven.py    program and limits ──▶ what holds of every placement, whatever its groups
 places.py    Choice ──▶ where each group is, and why

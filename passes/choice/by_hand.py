@@ -5,6 +5,7 @@
     recompute "layers[0:7]"                       each unit of a level, as few of them as it takes
     shift_modules {"layers[6:12]": gpu:1}         a contiguous cut at a level
     the two together                              a cut, and the least that is recomputed or parked behind it
+    shift_modules {"layers[6:12]": {0: 2, 1: 3}}  a cut that is alike in each replica
 
 Whether a plan keeps within limits, the plan says, and not what groups are reckoned to hold: a balance never refuses
 what one of these keeps, and never hands back a longer step. First of all plans are reckoned, of whatever kind
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 from heapq import heappop, heappush
-from itertools import count, permutations
+from itertools import count
 from math import inf
 from typing import Final, Literal, NamedTuple, TypeAlias
 
@@ -27,6 +28,8 @@ from graphir.errors import GraphirError, PassError
 from graphir.ir.device import CPU, Device
 from graphir.ir.program import Program
 
+from .chains import Chain, Target, chains, goes, partners
+from .cuts import Cuts
 from .drafts import Draft, Drafts, Hand, Way, says
 from .few import Fate, Few
 from .groups import Wanted
@@ -36,9 +39,6 @@ from .plans import Plans
 from .reckoning import Cut, Reckoning
 
 __all__ = ["ByHand"]
-
-_MOST_ORDERS: Final = 6
-"""How many orders of unlike devices are tried."""
 
 _CORRECTED: Final = 4
 _CORRECTED_PARKED: Final = 2
@@ -129,7 +129,8 @@ class ByHand:
         self.wanted, self.options = wanted, wanted.options
         self.drafts = Drafts(program, levels, pin)
         self.reckoning = Reckoning(program, levels, wanted, topology, issue)
-        self.sources = self.reckoning.sources
+        self.cuts, self.sources = Cuts(self.reckoning), self.reckoning.sources
+        self.equal = len(set(program.shares)) < 2
         self.known: dict[Draft, Hand | None] = {}
         self.tries: dict[tuple[str, ...], list[_Try]] = {}
         self.numbers = count()
@@ -144,15 +145,15 @@ class ByHand:
         fastest."""
         yield from self.judge(Draft())
         now = self.known[Draft()]
-        chains = list(self.chains()) if "shift" in self.options else []
+        chains = self.chains() if "shift" in self.options else []
         if now is None or (not self.plans.excess(now.judged.peaks) and not chains):
             return  # nothing that is stored otherwise takes less time
         places = [(tuple(level), chain) for level in self.levels.cuts() for chain in chains]
         yield from self.plain_cuts(places)
         if self.plans.excess(now.judged.peaks):
-            yield from self.every_one(chains or [tuple(self.sources)])
+            yield from self.every_one(chains[0] if chains else Chain(tuple([(source,) for source in self.sources])))
             yield from self.stored_otherwise(places)
-            if self.wanted.hosts and len(self.sources) == 1:
+            if self.wanted.hosts and self.reckoning.alike:
                 yield from self.in_order(_BEFORE_HOSTED)
                 yield from self.hosted()
         yield from self.in_order()
@@ -160,17 +161,18 @@ class ByHand:
     def hosted(self) -> _Tried:
         """Judge modules on the host: at every depth, those with the most state by their seconds there, as few as keep
         within the limits, and all of them where fewer do not."""
-        chain = self.sources[0], Device.parse(CPU)
-        limit = self.plans.limits.get(chain[0], inf)
+        chain = Chain(tuple([(source, CPU) for source in self.sources]))
+        limits = [self.plans.limits.get(source, inf) for source in self.sources]
         for level in self.levels.depths():
-            ranked, more = self.reckoning.ranked_on_host(level), 0
+            ranked, more = self.reckoning.ranked_on_host(level), [0] * len(limits)
             for most in range(1, len(ranked) + 1):
                 going = set(ranked[:most])
-                cut = self.reckoning.cut_at(tuple(level), chain, tuple([int(path in going) for path in level]))
+                cut = self.reckoning.cut_into({path: int(path in going) for path in level}, chain)
                 yield
-                reckoned = int(cut.placed.peaks[0])
+                reckoned = cut.placed.peaks.tolist()[: len(limits)]
+                over = any(a + b > limit for a, b, limit in zip(reckoned, more, limits, strict=True))
                 # Operators between modules that move go along, which is not reckoned: all are worth a plan.
-                if reckoned + more > limit and most < len(ranked):
+                if over and most < len(ranked):
                     continue
                 draft = Draft(cut.moves)
                 self.on_host.add(draft)
@@ -180,35 +182,35 @@ class ByHand:
                     continue
                 if not self.plans.excess(hand.judged.peaks):
                     break
-                more = max(more, hand.judged.peaks.get(str(chain[0]), 0) - reckoned)
+                held = [hand.judged.peaks.get(str(source), 0) for source in self.sources]
+                more = [max(a, b - c) for a, b, c in zip(more, held, reckoned, strict=True)]
 
-    def plain_cuts(self, places: Sequence[tuple[tuple[str, ...], tuple[Device, ...]]]) -> _Tried:
-        """Add cuts alone: of two parts each, of several the cheapest."""
+    def plain_cuts(self, places: Sequence[tuple[tuple[str, ...], Chain]]) -> _Tried:
+        """Add cuts alone: all in two parts, and the cheapest in each number of further ones."""
         for level, chain in places:
-            if len(chain) == 2:
-                for end in range(1, len(level)):
-                    self.add(self.reckoning.cut(level, chain, (end,)))
-                    yield
-            else:
-                self.add((yield from self.reckoning.cheapest(level, chain, Way())))
+            for end in range(1, len(level)):
+                self.add(self.cuts.cut(level, chain.first(2), (end,)))
+                yield
+            for parts in range(3, min(chain.parts, len(level)) + 1):
+                self.add((yield from self.cuts.cheapest(level, chain.first(parts), Way())))
 
-    def every_one(self, chains: Sequence[tuple[Device, ...]]) -> _Tried:
-        """Add every placement of a few modules, each of them on any device and stored in any way; where these are too
+    def every_one(self, chain: Chain) -> _Tried:
+        """Add every placement of a few modules, each of them in any part and stored in any way; where these are too
         many, without what is parked, and without what is computed again."""
         fates: list[Fate] = ["keep"]
         fates += ["again"] if "recompute" in self.options else []
         fates += ["park"] if "park" in self.options else []
-        for level in self.levels.depths() if len(self.sources) == 1 else ():
+        for level in self.levels.depths() if self.reckoning.alike else ():
             units = [path for path in level if self.levels.parts[path].state]
-            some = [Few(self.reckoning, units, chains[0], fates[:most]) for most in range(len(fates), 0, -1)]
+            some = [Few(self.reckoning, units, chain, fates[:most]) for most in range(len(fates), 0, -1)]
             few = next((one for one in some if not one.many), None)
             for placements in few.reckoned() if few is not None else ():
                 for over, hoped, seconds, cut, ways in placements:
-                    if not over or not hoped:
+                    if not hoped or not self.is_hopeless(cut, over):
                         self.push(_Try(over, seconds, next(self.numbers), cut, ways))
                 yield
 
-    def stored_otherwise(self, places: Sequence[tuple[tuple[str, ...], tuple[Device, ...]]]) -> _Tried:
+    def stored_otherwise(self, places: Sequence[tuple[tuple[str, ...], Chain]]) -> _Tried:
         """Add the least of each way, alone and beside state that is parked, where modules are and behind the cheapest
         cut."""
         ways, here = list(self.ways()), self.reckoning.now()
@@ -217,7 +219,7 @@ class ByHand:
         yield from self.in_order(_EARLY)
         for level, chain in places:
             for way in ways:
-                yield from self.add_both((yield from self.reckoning.cheapest(level, chain, way)), way)
+                yield from self.add_both((yield from self.cuts.cheapest(level, chain, way)), way)
 
     def add_both(self, cut: Cut, way: Way) -> _Tried:
         """Add the least of a way alone. Where that does not do, or takes longer than all state to be parked, also the
@@ -241,22 +243,25 @@ class ByHand:
         """Add the plan with the fewest units of a way that is reckoned to keep within the limits, *beside* others;
         without a way, the cut alone. None if it is not worth to be judged."""
         ways: tuple[Way, ...] = ()
-        if way is None:
-            peaks, limits = cut.placed.peaks, self.reckoning.limits(cut, self.more.get(cut.moves, {}))
-            over = int((peaks - limits).clip(0).sum())
-        else:
+        peaks, limits = cut.placed.peaks, self.reckoning.limits(cut, self.more.get(cut.moves, {}))
+        over = plain = int((peaks - limits).clip(0).sum())
+        if way is not None:
             more = self.more.get((cut.moves, way, beside), self.more.get(cut.moves, {}))
             some, over = self.reckoning.fewest(cut, way, more, beside)
             if some.what != "saved" and some.units == way.units:  # all state is one plan, at whatever depth
                 some = next(state for state in self.states if (state.to, state.what) == (some.to, some.what))
             ways = (*beside, some) if some.units else beside
-        room = zip(cut.devices, self.reckoning.limits(cut, {}).tolist(), strict=True)
-        given = sum([limit for device, limit in room if limit < 1 << 62 and not device.is_host])
-        if over > (_HOPELESS - 1) * given:
-            return None
+        if self.is_hopeless(cut, over) or (ways and not corrected and 0 < plain <= over):
+            return None  # it is far from the limits, or no nearer than the cut alone
         one = _Try(over, self.reckoning.cost(cut, ways), next(self.numbers), cut, ways, way, beside, corrected)
         self.push(one)
         return one
+
+    def is_hopeless(self, cut: Cut, over: int) -> bool:
+        """Whether a plan that exceeds limits by so many bytes, as is reckoned, is not worth a look."""
+        room = zip(cut.devices, self.reckoning.limits(cut, {}).tolist(), strict=True)
+        given = sum([limit for device, limit in room if limit < 1 << 62 and not device.is_host])
+        return bool(over > (_HOPELESS - 1) * given)
 
     def push(self, one: _Try) -> None:
         """Add a plan that is worth to be judged."""
@@ -281,12 +286,24 @@ class ByHand:
                 best is not None and (one.over or self.said_of(one) > _FASTER * best.judged.seconds)
             ):
                 continue
+            if (over := self.known_over(one)) > one.over:
+                self.push(one._replace(over=over))
+                continue
             yield from self.judge(draft)
             judged += 1
             hand = self.known[draft]
             fruitless = 0 if self.best is None or self.best is not best else fruitless + 1
             if hand is not None:
                 self.correct(one, hand)
+
+    def known_over(self, one: _Try) -> int:
+        """The bytes by which a plan of few modules is reckoned to exceed limits, with what the same modules where they
+        are were found to hold beyond their reckoning."""
+        more = self.more.get(one.cut.moves)
+        if more is None or one.way is not None or not one.ways:
+            return one.over
+        found = self.reckoning.peaks(one.cut, one.ways) - self.reckoning.limits(one.cut, more)
+        return max(int(found.clip(0).sum()), one.over)
 
     def correct(self, one: _Try, hand: Hand) -> None:
         """Go on with what a plan holds beyond what was reckoned."""
@@ -342,13 +359,11 @@ class ByHand:
             self.best = hand
         return hand
 
-    def chains(self) -> Iterator[tuple[Device, ...]]:
-        """The orders in which parts of the model are on devices: one where these are alike."""
-        usable = list(dict.fromkeys((*self.sources, *self.wanted.devices)))
-        if len(self.sources) != 1 or len(usable) < 2:
-            return
-        alike = len({self.likeness(device) for device in usable}) == 1
-        yield from [tuple(usable)] if alike else list(permutations(usable))[:_MOST_ORDERS]
+    def chains(self) -> list[Chain]:
+        """The orders in which parts of the model are on devices, alike in each replica."""
+        if not self.reckoning.alike:
+            return []
+        return chains(self.sources, self.wanted.devices, self.likeness, equal=self.equal)
 
     def likeness(self, device: Device) -> tuple[object, ...]:
         """What tells devices apart."""
@@ -366,17 +381,18 @@ class ByHand:
         yield from self.states
 
     @cached_property
-    def aways(self) -> list[Device]:
-        """Where something may be parked: on an idle peer, or on the host."""
-        peers = [device for device in self.wanted.devices if device not in self.sources]
-        return [to for to in (*peers[:1], CPU) if self.reaches(to)]
+    def aways(self) -> list[Target]:
+        """Where something may be parked: on an idle peer of each replica, or on the host."""
+        peers = partners(self.sources, self.wanted.devices)
+        return [to for to in (*([] if peers is None else [peers]), CPU) if self.reaches(to)]
 
-    def reaches(self, to: Device) -> bool:
+    def reaches(self, to: Target) -> bool:
         """Whether copies go there from all devices, and back."""
         try:
-            for device in {*self.sources, *self.wanted.devices} - {to}:
-                self.topology.link(str(device), str(to))
-                self.topology.link(str(to), str(device))
+            for device in {*self.sources, *self.wanted.devices}:
+                if (there := goes(to, device)) is not None:
+                    self.topology.link(str(device), str(there))
+                    self.topology.link(str(there), str(device))
         except GraphirError:
             return False
         return True

@@ -1,10 +1,11 @@
-"""Every placement of a few modules, reckoned at once: each module on any device, kept, parked or recomputed.
+"""Every placement of a few modules, reckoned at once: each module in any part of a chain, kept, parked or recomputed,
+alike in each replica.
 
 ::
 
-    rows       by module and kind, the bytes that are away, by operator      -▁▃▃▁-
-    stored     by placement, which rows count: a matrix of ones              0 1 0 0 1 0
-    held       what a part holds with everything kept, less stored @ rows; its largest value is compared with a limit
+    rows       by replica, module and kind, the bytes that are away, by operator      -▁▃▃▁-
+    stored     by placement, which rows count: a matrix of ones                       0 1 0 0 1 0
+    held       what a device holds with everything kept, less stored @ rows; its largest value is compared with a limit
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from graphir.ir.device import CPU, Device
+from graphir.ir.device import CPU
 
+from .chains import Chain, Target, goes
 from .drafts import Way
+from .holding import Gaps
 from .levels import Unit
 from .reckoning import Cut, Reckoning
 
@@ -54,19 +57,17 @@ class Few:
     Args:
         reckoning: of the program.
         units: the modules.
-        chain: the devices.
+        chain: the devices of parts.
         fates: what may become of what a module saves.
     """
 
-    def __init__(
-        self, reckoning: Reckoning, units: Sequence[str], chain: tuple[Device, ...], fates: Sequence[Fate]
-    ) -> None:
+    def __init__(self, reckoning: Reckoning, units: Sequence[str], chain: Chain, fates: Sequence[Fate]) -> None:
         self.reckoning, self.units, self.chain, self.fates = reckoning, tuple(units), chain, tuple(fates)
 
     @property
     def count(self) -> int:
         """How many placements there are."""
-        return int((len(self.chain) * len(self.fates)) ** len(self.units))
+        return int((self.chain.parts * len(self.fates)) ** len(self.units))
 
     @property
     def many(self) -> bool:
@@ -77,37 +78,40 @@ class Few:
         """All placements, those at a time that have modules on the same devices."""
         stored = list(product(range(len(self.fates)), repeat=len(self.units)))
         ones = np.eye(len(self.fates), dtype=np.float64)[np.array(stored)]  # by placement, module and fate
-        rows, hopes = (self.rows(hopes=hopes) for hopes in (False, True))
-        for at in product(range(len(self.chain)), repeat=len(self.units)):
-            yield self.at(at, stored, ones, rows, hopes)
+        for at in product(range(self.chain.parts), repeat=len(self.units)):
+            yield self.at(at, stored, ones)
 
     def at(
         self,
         at: Sequence[int],
         stored: Sequence[Sequence[int]],
         ones: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
-        rows: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
-        hopes: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
     ) -> list[Reckoned]:
-        """The placements with modules on some devices."""
-        reckoning, parts = self.reckoning, np.array(at)
+        """The placements with modules in some parts."""
+        reckoning = self.reckoning
         cut = reckoning.cut_into(dict(zip(self.units, at, strict=True)), self.chain)
         limits = reckoning.limits(cut, {})
+        rows, hopes = (self.rows(cut, hopes=hopes) for hopes in (False, True))
         over, hoped = np.zeros(len(stored), np.int64), np.zeros(len(stored), np.int64)
         park = self.fates.index("park") if "park" in self.fates else -1
-        for part in range(len(self.chain)):
-            live = (cut.placed.state[part] + cut.placed.live[part]).astype(np.float64)
-            here, there = parts == part, (parts + 1) % len(self.chain) == part
-            which = ones[:, here].reshape(len(stored), -1)
-            away = which @ rows[here].reshape(which.shape[1], len(live))
-            least = which @ hopes[here].reshape(which.shape[1], len(live))
-            hoped += np.maximum((live + least).max(1).astype(np.int64) - limits[part], 0)
-            if park >= 0 and len(self.chain) > 1:
-                away -= ones[:, there, park] @ rows[there, park]
-            over += np.maximum((live + away).max(1).astype(np.int64) - limits[part], 0)
+        columns, to = self.chain.columns, [self.away(part) for part in range(self.chain.parts)]
+        for number, device in enumerate(cut.devices):
+            live = (cut.placed.state[number] + cut.placed.live[number]).astype(np.float64)
+            away, least = np.zeros((len(stored), len(live))), np.zeros((len(stored), len(live)))
+            for replica in range(len(rows)):
+                on = [columns[part][replica] for part in at]
+                here = np.array([one == device for one in on])
+                there = np.array([(goes(to[part], one) or one) == device for part, one in zip(at, on, strict=True)])
+                which = ones[:, here].reshape(len(stored), -1)
+                away += which @ rows[replica, here].reshape(which.shape[1], len(live))
+                least += which @ hopes[replica, here].reshape(which.shape[1], len(live))
+                if park >= 0 and there.any():
+                    away -= ones[:, there, park] @ rows[replica, there, park]
+            hoped += np.maximum((live + least).max(1).astype(np.int64) - limits[number], 0)
+            over += np.maximum((live + away).max(1).astype(np.int64) - limits[number], 0)
         busy, issued = reckoning.plain(cut)
         added = [
-            [reckoning.added(self.way(path, part, fate)) if fate != "keep" else None for fate in self.fates]
+            [reckoning.added(self.way(path, part, fate), cut) if fate != "keep" else None for fate in self.fates]
             for path, part in zip(self.units, at, strict=True)
         ]
         found = []
@@ -117,24 +121,31 @@ class Few:
             found.append(Reckoned(int(over[k]), int(hoped[k]), seconds, cut, self.ways(at, kinds)))
         return found
 
-    def rows(self, *, hopes: bool) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-        """By module and fate, the bytes that are away, by operator, below 0."""
+    def rows(self, cut: Cut, *, hopes: bool) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+        """By replica, module and fate, the bytes that are away, by operator, below 0."""
         holding, reckoning = self.reckoning.holding, self.reckoning
-        found = np.zeros((len(self.units), len(self.fates), holding.count))
+        replicas, _, of = holding.replicas
+        found = np.zeros((replicas, len(self.units), len(self.fates), holding.count))
         for i, path in enumerate(self.units):
             for k, fate in enumerate(self.fates):
                 if fate != "keep":
-                    found[i, k] = holding.away(*reckoning.gap((path,), again=fate == "again", hopes=hopes))
+                    storage, start, end = reckoning.gap((path,), again=fate == "again", hopes=hopes)
+                    for replica in range(replicas):
+                        own = of[storage] == replica
+                        found[replica, i, k] = holding.away(cut.placed, Gaps(storage[own], start[own], end[own]))
         return found
 
+    def away(self, part: int) -> Target:
+        """Where what is parked of a part is: where the next part is, or on the host."""
+        return self.chain.behind(part) if self.chain.parts > 1 else CPU
+
     def way(self, path: str, part: int, fate: Fate) -> Way:
-        """What becomes of what one module saves: what is parked of one part is on the next device, or on the host."""
-        away = self.chain[(part + 1) % len(self.chain)] if len(self.chain) > 1 else CPU
-        return Way(((path,),), None if fate == "again" else away)
+        """What becomes of what one module saves."""
+        return Way(((path,),), None if fate == "again" else self.away(part))
 
     def ways(self, at: Sequence[int], kinds: Sequence[int]) -> tuple[Way, ...]:
         """What modules store otherwise."""
-        found: dict[Device | None, list[Unit]] = {}
+        found: dict[Target | None, list[Unit]] = {}
         for path, part, kind in zip(self.units, at, kinds, strict=True):
             if (fate := self.fates[kind]) != "keep":
                 found.setdefault(self.way(path, part, fate).to, []).append((path,))

@@ -24,6 +24,8 @@ from graphir.ir.names import micro_batch_of
 from graphir.ir.touches import Flags, Numbers
 
 from ..trips import Clock, Trip, toll, two_at_a_time
+from .outcome import buffers
+from .reductions import collective, lives
 from .step import Step
 
 __all__ = ["Gaps", "Holding", "Placed", "joined"]
@@ -45,33 +47,37 @@ def joined(gaps: Sequence[Gaps]) -> Gaps:
 
 
 class Placed(NamedTuple):
-    """What parts of a model hold, each on a device of its own.
+    """What devices hold that have parts of a model.
 
     Attributes:
-        at: by operator, its part.
-        home: by storage, its part.
-        state: by part, bytes of state.
-        live: by part and operator, bytes of all else, where everything is kept.
-        crossing: bytes that go from one part to another.
+        at: by operator, the number of its device.
+        part: by operator, its part of the model, of which one comes after the other.
+        home: by storage, the number of its device.
+        until: by storage, the operator before which its device frees it.
+        state: by device, bytes of state.
+        live: by device and operator, bytes of all else, where everything is kept.
+        crossing: by replica and pair of devices, bytes that go from the first to the second.
         copies: how many copies bring them.
     """
 
     at: Numbers
+    part: Numbers
     home: Numbers
+    until: Numbers
     state: Numbers
     live: NDArray[np.int64]
-    crossing: int = 0
+    crossing: NDArray[np.int64]
     copies: int = 0
 
     @property
     def peaks(self) -> Numbers:
-        """By part, the most bytes."""
+        """By device, the most bytes."""
         found: Numbers = self.state + self.live.max(1)
         return found
 
 
 class Holding:
-    """What the parts of a step hold.
+    """What devices hold that have the parts of a step.
 
     Args:
         step: as columns.
@@ -86,22 +92,41 @@ class Holding:
 
     @cached_property
     def modules(self) -> tuple[list[str], Numbers]:
-        """The modules of operators, and by operator the number of its own; what has none goes with the operator
-        before."""
+        """The modules of operators, and by operator the number of its own; a reduction has that of what it reduces,
+        and what else has none goes with the operator before."""
         numbers: dict[str, int] = {}
-        found, last = [], ""
-        for op in self.step.net.ops:
-            last = op.module or last
+        found: list[int] = []
+        step, last = self.step, ""
+        for i, op in enumerate(step.net.ops):
+            made = step.makers[step.read(i)[0]] if op.phase == "reduce" and op.inputs else -1
+            last = (step.net.ops[made].module if made >= 0 else op.module) or last
             found.append(numbers.setdefault(last, len(numbers)))
         return list(numbers), np.array(found or [0], np.int64)
 
-    def placed(self, part_of: Mapping[str, int], parts: int) -> Placed:
-        """What the parts hold where everything is kept.
+    @cached_property
+    def replicas(self) -> tuple[int, Numbers, Numbers]:
+        """How many gpus the step is on, a replica on each; the number of each operator's, and of each storage's. What
+        is on the host counts as of the first."""
+        step, blobs = self.step, self.step.net.blobs
+        gpus = [device for device in step.devices if not device.is_host]
+        numbers = {device: number for number, device in enumerate(gpus)}
+        of_device = np.array([numbers.get(device, 0) for device in step.devices] or [0], np.int64)
+        of_storage = [numbers.get(blobs[name].device, 0) for name in step.names]
+        return max(len(gpus), 1), of_device[step.at], np.array(of_storage, np.int64)
+
+    @cached_property
+    def collective(self) -> Flags:
+        """By operator, whether each device reads its own operand, and gets its own result."""
+        return collective(self.step)
+
+    def placed(self, part_of: Mapping[str, int], table: Sequence[Sequence[int]], devices: int) -> Placed:
+        """What devices hold where everything is kept.
 
         Args:
             part_of: by module, its part; a module that it lacks is where the one is that it is in, or else the operator
-                before.
-            parts: how many there are.
+                before, or in the first part.
+            table: by part and replica, the number of the device.
+            devices: how many there are.
         """
         step, known = self.step, dict[str, int]()
 
@@ -111,51 +136,107 @@ class Holding:
             return known[module]
 
         names, module_of = self.modules
-        at = np.array([part(module) for module in names] or [0], np.int64)[module_of]
-        at = at[np.maximum.accumulate(np.where(at >= 0, np.arange(len(at)), 0))]
-        at = np.maximum(at, 0)
-        first = at[np.maximum(step.first(np.ones(len(step.op), np.bool_)), 0)]
-        home = np.where(step.made >= 0, at[np.maximum(step.made, 0)], first)
-        state, sizes = np.zeros(parts, np.int64), step.nbytes
+        own = np.array([part(module) for module in names] or [0], np.int64)[module_of]
+        own = np.maximum(own[np.maximum.accumulate(np.where(own >= 0, np.arange(len(own)), 0))], 0)
+        _, of_op, of_storage = self.replicas
+        places = np.array(table, np.int64)
+        at = places[own[: len(of_op)], of_op]
+        first = np.where(step.made >= 0, step.made, step.first(np.ones(len(step.op), np.bool_)))
+        home = places[own[np.maximum(first, 0)], of_storage]
+        state, sizes = np.zeros(devices, np.int64), step.nbytes
         for k, module in step.owners.items():
-            home[k] = max(part(module), 0)
+            home[k] = places[max(part(module), 0), of_storage[k]]
             state[home[k]] += sizes[k] * self.on_gpu[k]
-        return self.summed(at, home, state, parts)
+        return self.summed(at, own[: len(of_op)], home, state, devices)
 
-    def now(self) -> Placed:
-        """What the devices of a step hold where it is, and the parts are numbers of :attr:`.Step.devices`."""
+    def now(self, *, alike: bool) -> Placed:
+        """What the devices of a step hold where it is; their numbers are those of :attr:`.Step.devices`.
+
+        Args:
+            alike: whether each has a replica; else each has a part.
+        """
         step = self.step
         number = {device: i for i, device in enumerate(step.devices)}
         home = np.array([number.get(step.net.blobs[name].device, 0) for name in step.names], np.int64)
         state = np.zeros(len(step.devices), np.int64)
         np.add.at(state, home[step.is_state], step.nbytes[step.is_state])
-        return self.summed(step.at, home, state, len(step.devices))
+        return self.summed(step.at, np.zeros_like(step.at) if alike else step.at, home, state, len(step.devices))
 
-    def summed(self, at: Numbers, home: Numbers, state: Numbers, parts: int) -> Placed:
-        """What parts hold with what is where."""
+    def summed(self, at: Numbers, part: Numbers, home: Numbers, state: Numbers, devices: int) -> Placed:
+        """What devices hold with what is where."""
+        until = self.until(at, home)
+        change = self.own(at, home, until, devices)
+        crossing, copies = np.zeros((self.replicas[0], devices, devices), np.int64), 0
+        if devices > 1:
+            copies = self.cross(change, crossing, at, home)
+        return Placed(at, part, home, until, state, change.cumsum(1)[:, : self.count], crossing, copies)
+
+    def until(self, at: Numbers, home: Numbers) -> Numbers:
+        """By storage, the operator before which its device frees it: one behind its last reader there, and behind the
+        first elsewhere, which has a copy."""
+        step, apart = self.step, self.apart(at, home)
+        found = self.lives[1].copy()
+        leaves = np.zeros(len(found), np.bool_)
+        leaves[step.storage[apart]] = True
+        leaves &= self.leaves
+        here, away = np.full(len(found), -1, np.int64), np.full(len(found), self.count, np.int64)
+        np.maximum.at(here, step.storage[~apart], step.op[~apart])
+        np.minimum.at(away, step.storage[apart], step.op[apart])
+        found[leaves] = np.maximum(here, away)[leaves] + 1
+        return found
+
+    @cached_property
+    def lives(self) -> tuple[Numbers, Numbers]:
+        """By storage, the operator at which it is there first, and the one before which it is freed, where everything
+        is on the devices where it is."""
+        return lives(self.step)
+
+    @cached_property
+    def leaves(self) -> Flags:
+        """By storage, whether a device frees it that others read later: what is given to the step, or handed back,
+        stays."""
+        return (self.step.made >= 0) & ~self.step.lasting & ~self.step.is_state
+
+    def own(self, at: Numbers, home: Numbers, until: Numbers, devices: int) -> NDArray[np.int64]:
+        """By device and operator, by how many bytes what its own operators make and hold grows; without state."""
         step = self.step
-        spans, change = step.spans, np.zeros((parts, self.count + 1), np.int64)
+        spans, change = step.spans, np.zeros((devices, self.count + 1), np.int64)
         storages = np.flatnonzero(~step.is_state)
         inside = spans.start[len(storages) :]
         where = np.concatenate([home[storages], at[inside]])
         nbytes = spans.nbytes * np.concatenate([self.on_gpu[storages], ~step.on_host[inside]])
-        np.add.at(change, (where, spans.start), nbytes)
-        np.subtract.at(change, (where, spans.end), nbytes)
-        crossed = self.cross(change, at, home) if parts > 1 else (0, 0)
-        return Placed(at, home, state, change.cumsum(1)[:, : self.count], *crossed)
+        start = np.concatenate([self.lives[0][storages], inside])
+        np.add.at(change, (where, start), nbytes)
+        np.subtract.at(change, (where, np.concatenate([until[storages], spans.end[len(storages) :]])), nbytes)
+        return change
 
-    def cross(self, change: NDArray[np.int64], at: Numbers, home: Numbers) -> tuple[int, int]:
-        """Add what parts hold that others make; the bytes of it, and in how many copies they come."""
+    def apart(self, at: Numbers, home: Numbers) -> Flags:
+        """By touch, whether it is of what another device has."""
+        step = self.step
+        found: Flags = (at[step.op] != home[step.storage]) & self.on_gpu[step.storage]
+        return found & ~(step.on_host | self.collective)[step.op]
+
+    def cross(self, change: NDArray[np.int64], crossing: NDArray[np.int64], at: Numbers, home: Numbers) -> int:
+        """Add the buffers of devices for what others make, and the bytes that come; return in how many copies."""
         step, sizes = self.step, self.step.nbytes
-        apart = (at[step.op] != home[step.storage]) & self.on_gpu[step.storage] & ~step.on_host[step.op]
+        apart = self.apart(at, home)
         ops = step.op[apart]
         keys = step.storage[apart] * len(change) + at[ops]
         copies, first = np.unique(keys, return_index=True)
         last = len(keys) - 1 - np.unique(keys[::-1], return_index=True)[1]
-        storage, part = np.divmod(copies, len(change))
-        np.add.at(change, (part, ops[first]), sizes[storage])
-        np.subtract.at(change, (part, ops[last] + 1), sizes[storage])
-        return int(sizes[storage].sum()), len(copies)
+        storage, to = np.divmod(copies, len(change))
+        for device in np.unique(to).tolist():
+            there = to == device
+            change[device, 0] += self.buffers(storage[there], ops[first[there]], ops[last[there]])
+        np.add.at(crossing, (self.replicas[2][storage], home[storage], to), sizes[storage])
+        return len(copies)
+
+    def buffers(self, storages: Numbers, first: Numbers, last: Numbers) -> int:
+        """The bytes of the buffers that one device keeps for copies of some storages, each there from its first reader
+        to its last."""
+        order = np.argsort(first, kind="stable")
+        rows = zip(first[order].tolist(), last[order].tolist(), self.step.nbytes[storages[order]].tolist(), strict=True)
+        return buffers(list(rows))
 
     def gaps(self, storages: Sequence[str], *, together: bool, ahead: int = 0) -> Gaps:
         """When storages are not there that are stored otherwise.
@@ -180,7 +261,7 @@ class Holding:
         """When state is not there that is parked.
 
         Args:
-            placed: what the parts hold where everything is kept.
+            placed: what devices hold where everything is kept.
             states: the numbers of the storages.
             away: where they are parked.
             there: whether their updates run where they are parked: they never come home, and gradients leave as soon as
@@ -201,11 +282,11 @@ class Holding:
         names, sizes = self.step.names, self.step.nbytes
         arrives = end.copy()
         at = {k: i for i, k in enumerate(states)}
-        for part in np.unique(placed.home[numbers]).tolist():
-            mine = numbers[placed.home[numbers] == part].tolist()
+        for device in np.unique(placed.home[numbers]).tolist():
+            mine = numbers[placed.home[numbers] == device].tolist()
             trips = [Trip(names[k], int(first[k]), 0, int(last[k]) + 1) for k in mine]
             costs = [int(sizes[k]) * toll(away) for k in mine]
-            coming = self.clock(placed, part).latest(trips, costs, None)
+            coming = self.clock(placed, device).latest(trips, costs, None)
             for trip, position in two_at_a_time(coming, lambda name: int(sizes[self.step.number[name]])):
                 arrives[at[self.step.number[trip.storage]]] = position
         both = np.concatenate
@@ -228,11 +309,11 @@ class Holding:
         every = np.ones(len(self.step.op), np.bool_)
         return self.step.first(every), self.step.last(every)
 
-    def clock(self, placed: Placed, part: int) -> Clock:
-        """The clock of a part."""
-        key = part, placed.at.tobytes()
+    def clock(self, placed: Placed, device: int) -> Clock:
+        """The clock of a device."""
+        key = device, placed.at.tobytes()
         if key not in self.clocks:
-            here = np.flatnonzero((placed.at == part) & self.computes)
+            here = np.flatnonzero((placed.at == device) & self.computes)
             self.clocks[key] = Clock(here.tolist(), self.touches[here].tolist())
         return self.clocks[key]
 
@@ -246,36 +327,41 @@ class Holding:
         """By operator, the bytes that it reads and writes."""
         return np.array([work.nbytes for work in self.step.works], np.int64)
 
-    def peaks(self, placed: Placed, gaps: Sequence[tuple[Gaps, int]]) -> Numbers:
-        """By part, the most bytes.
+    def peaks(self, placed: Placed, gaps: Sequence[tuple[Gaps, Sequence[int]]]) -> Numbers:
+        """By device, the most bytes.
 
         Args:
-            placed: what the parts hold where everything is kept.
-            gaps: what is stored otherwise, with the part that has it meanwhile; -1: none.
+            placed: what devices hold where everything is kept.
+            gaps: what is stored otherwise, with the number of the device that has it meanwhile, by the device that it
+                is from; -1: none.
         """
         if not gaps:
             return placed.peaks
         change = np.zeros((len(placed.state), self.count + 1), np.int64)
         sizes = self.step.nbytes
         for (storage, start, end), to in gaps:
-            nbytes, where = sizes[storage], placed.home[storage]
+            nbytes, where, until = sizes[storage], placed.home[storage], placed.until[storage]
+            start, end = np.minimum(start, until), np.minimum(end, until)
             np.subtract.at(change, (where, start), nbytes)
             np.add.at(change, (where, end), nbytes)
-            if to >= 0:
-                np.add.at(change[to], start, nbytes)
-                np.subtract.at(change[to], end, nbytes)
+            there = np.array(to, np.int64)[where]
+            some = there >= 0
+            np.add.at(change, (there[some], start[some]), nbytes[some])
+            np.subtract.at(change, (there[some], end[some]), nbytes[some])
         found: Numbers = placed.state + (placed.live + change.cumsum(1)[:, : self.count]).max(1)
         return found
 
-    def peak(self, placed: Placed, part: int, gaps: Gaps, count: int) -> int:
-        """The most bytes of one part with the first so many of some gaps."""
+    def peak(self, placed: Placed, device: int, gaps: Gaps, count: int) -> int:
+        """The most bytes of one device with the first so many of some gaps."""
         storage, start, end = (column[:count] for column in gaps)
-        there = placed.home[storage] == part
-        return int(placed.state[part] + (placed.live[part] + self.away(storage[there], start[there], end[there])).max())
+        there = placed.home[storage] == device
+        away = self.away(placed, Gaps(storage[there], start[there], end[there]))
+        return int(placed.state[device] + (placed.live[device] + away).max())
 
-    def away(self, storage: Numbers, start: Numbers, end: Numbers) -> NDArray[np.int64]:
+    def away(self, placed: Placed, gaps: Gaps) -> NDArray[np.int64]:
         """By operator, the bytes of storages that are not there, below 0."""
+        storage, start, end = gaps
         change, nbytes = np.zeros(self.count + 1, np.int64), self.step.nbytes[storage]
-        np.subtract.at(change, start, nbytes)
-        np.add.at(change, end, nbytes)
+        np.subtract.at(change, np.minimum(start, placed.until[storage]), nbytes)
+        np.add.at(change, np.minimum(end, placed.until[storage]), nbytes)
         return change.cumsum()[: self.count]

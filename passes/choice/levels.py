@@ -16,6 +16,7 @@ from itertools import groupby
 from typing import Final, NamedTuple, TypeAlias
 
 from graphir.analysis.topology import Topology
+from graphir.ir.device import Device
 from graphir.ir.module_patterns import lineage
 from graphir.ir.names import micro_batches
 
@@ -41,12 +42,14 @@ class Part(NamedTuple):
         updated: those of them that the update alone touches.
         saved: bytes that its operators make and the backward reads, of one micro-batch.
         first: the first operator of its forward; -1 where it has none.
+        firsts: the same by the devices that have one, as each replica has.
     """
 
     state: int = 0
     updated: int = 0
     saved: int = 0
     first: int = -1
+    firsts: tuple[int, ...] = ()
 
 
 class Levels:
@@ -91,7 +94,7 @@ class Levels:
         step, net = self.step, self.step.net
         parts = micro_batches(net.blobs)
         state, updated, saved = (defaultdict[str, int](int) for _ in range(3))
-        first: dict[str, int] = {}
+        first: dict[str, dict[Device, int]] = defaultdict(dict)
         sizes = step.nbytes.tolist()
         for k, owner in step.owners.items():
             for path in ("", *lineage(owner)):
@@ -100,11 +103,12 @@ class Levels:
         for i, (op, nbytes) in enumerate(zip(net.ops, step.saved.tolist(), strict=True)):
             if op.phase == "forward" and not op.effects.shows:
                 for path in ("", *lineage(op.module)):
-                    first.setdefault(path, i)
+                    first[path].setdefault(op.device, i)
                     saved[path] += nbytes
+        firsts = {path: tuple(first[path].values()) for path in ("", *self.paths)}
         return {
-            path: Part(state[path], updated[path], saved[path] // parts, first.get(path, -1))
-            for path in ("", *self.paths)
+            path: Part(state[path], updated[path], saved[path] // parts, min(of, default=-1), of)
+            for path, of in firsts.items()
         }
 
     @cached_property

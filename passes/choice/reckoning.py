@@ -1,22 +1,22 @@
 """The bytes and seconds that a person's placement is reckoned to take, before a plan is made of it.
 
-By these the cheapest cut of a level is found, and the fewest units that are recomputed or parked so that devices keep
-within their limits.
+By these the cheapest cut of a level is found (:mod:`.cuts`), and the fewest units that are recomputed or parked so that
+devices keep within their limits.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, combinations
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from graphir.analysis.topology import Topology
+from graphir.analysis.topology import Link, Topology
 from graphir.ir.device import CPU, Device
 from graphir.ir.module_patterns import lineage
 from graphir.ir.names import micro_batches
@@ -24,6 +24,7 @@ from graphir.ir.program import Program
 from graphir.ir.touches import Numbers
 
 from ..order import AHEAD
+from .chains import Chain, Target, goes, is_alike, target
 from .drafts import Way
 from .groups import Wanted
 from .holding import Gaps, Holding, Placed, joined
@@ -32,9 +33,6 @@ from .levels import Levels, Unit
 __all__ = ["Added", "Cut", "Reckoning"]
 
 Seconds: TypeAlias = "NDArray[np.float64]"
-
-_SWEEPS: Final = 2
-"""How often every boundary between two devices is moved to where it is best."""
 
 _EQUAL: Final = 1.05
 """How many times as dear as the cheapest a unit is that counts as equal: of equal units, the earlier one is first."""
@@ -51,12 +49,12 @@ class Cut(NamedTuple):
     """Where modules are.
 
     Attributes:
-        moves: those that move.
-        devices: by part of *placed*, its device.
-        placed: what the parts hold.
+        moves: those that move, and where they go.
+        devices: those of *placed*, by their numbers.
+        placed: what devices hold.
     """
 
-    moves: tuple[tuple[str, Device], ...]
+    moves: tuple[tuple[str, Target], ...]
     devices: tuple[Device, ...]
     placed: Placed
 
@@ -87,137 +85,131 @@ class Reckoning:
 
     Attributes:
         sources: the gpus where the program is.
+        alike: whether it is on one, or has a replica of its own on each.
+        replicas: how many compute side by side.
     """
 
     def __init__(self, program: Program, levels: Levels, wanted: Wanted, topology: Topology, issue: float) -> None:
         self.levels, self.wanted, self.topology, self.issue = levels, wanted, topology, issue
         self.sources = [device for device in program.devices if not device.is_host]
+        self.alike = is_alike(program, self.sources)
+        self.replicas = len(self.sources) if self.alike else 1
         self.parts = micro_batches(program.step.blobs)
-        self.cuts: dict[tuple[tuple[str, ...], tuple[Device, ...], tuple[int, ...]], Cut] = {}
         self.gaps: dict[tuple[Unit, bool, bool], Gaps] = {}
         self.joined: dict[tuple[Way, bool], Gaps] = {}
-        self.between: dict[tuple[tuple[tuple[str, Device], ...], tuple[Device, ...], Way], Gaps] = {}
-        self.plains: dict[tuple[tuple[tuple[str, Device], ...], tuple[Device, ...]], tuple[float, float]] = {}
-        self.ways: dict[Way, Added] = {}
+        self.between: dict[tuple[tuple[tuple[str, Target], ...], tuple[Device, ...], Way], Gaps] = {}
+        self.plains: dict[tuple[tuple[tuple[str, Target], ...], tuple[Device, ...]], tuple[float, float]] = {}
+        self.repeats: dict[Way, tuple[Numbers, Numbers]] = {}
+        self.parked: dict[Way, Added] = {}
         self.speeds: dict[Device, Seconds] = {}
-        self.order: dict[tuple[tuple[Unit, ...], Device | None], list[Unit]] = {}
+        self.order: dict[tuple[tuple[Unit, ...], Target | None], list[Unit]] = {}
 
     def now(self) -> Cut:
         """The program as it is."""
-        return Cut((), self.levels.step.devices, self.holding.now())
+        return Cut((), self.levels.step.devices, self.holding.now(alike=self.alike))
 
-    def cut_at(self, units: tuple[str, ...], chain: tuple[Device, ...], at: tuple[int, ...]) -> Cut:
-        """Modules, each on a device of its own choice."""
-        return self.cut_into(dict(zip(units, at, strict=True)), chain)
-
-    def cut_into(self, part_of: Mapping[str, int], chain: tuple[Device, ...]) -> Cut:
+    def cut_into(self, part_of: Mapping[str, int], chain: Chain) -> Cut:
         """Modules on the devices of their parts; what is pinned to one of these, there."""
-        parts = {device: number for number, device in enumerate(chain)}
-        pins = self.wanted.pins
-        part_of = {path: parts.get(pins.get(path, chain[part]), part) for path, part in part_of.items()}
-        moves = [(path, chain[part]) for path, part in part_of.items() if chain[part] != self.sources[0]]
-        return Cut(tuple(moves), chain, self.holding.placed(part_of, len(chain)))
+        numbers = {device: number for number, device in enumerate(chain.devices)}
+        table = [tuple([numbers[device] for device in column]) for column in chain.columns]
+        found = dict(part_of)
+        for path, device in self.wanted.pins.items():
+            if path in found and device in numbers:
+                row = (numbers[device],) * len(chain.rows)
+                table += [row] if row not in table else []
+                found[path] = table.index(row)
+        to = [self.target([chain.devices[number] for number in row]) for row in table]
+        moves = [(path, there) for path, part in found.items() if (there := to[part]) is not None]
+        return Cut(tuple(moves), chain.devices, self.holding.placed(found, table, len(numbers)))
 
-    def cut(self, level: tuple[str, ...], chain: tuple[Device, ...], ends: tuple[int, ...]) -> Cut:
-        """A level cut into contiguous parts."""
-        key = level, chain, ends
-        if key not in self.cuts:
-            parts = [level[begin:end] for begin, end in pairwise((0, *ends, len(level)))]
-            part_of = {path: number for number, paths in enumerate(parts) for path in paths}
-            self.cuts[key] = self.cut_into(part_of, chain)
-        return self.cuts[key]
-
-    def cheapest(self, level: tuple[str, ...], chain: tuple[Device, ...], way: Way) -> Generator[None, None, Cut]:
-        """The cut of a level that is reckoned to exceed limits least with all of a way, to need the least of the way,
-        and to take the least time."""
-        chain = chain[: len(level)]
-        ends = self.even(level, chain)
-        for _ in range(_SWEEPS):
-            before = ends
-            for number in range(len(ends)):
-                bounds = (0, *ends, len(level))
-                others = [
-                    (*ends[:number], end, *ends[number + 1 :]) for end in range(bounds[number] + 1, bounds[number + 2])
-                ]
-                ends = min(others, key=lambda other: (self.price(self.cut(level, chain, other), way), other != ends))
-                yield
-            if ends == before:
-                break
-        return self.cut(level, chain, ends)
-
-    def price(self, cut: Cut, way: Way) -> tuple[int, int, float]:
-        """What decides between cuts: by how many bytes limits are exceeded with all of a way, and without, and
-        seconds."""
-        limits = self.limits(cut, {})
-        plain = int(np.maximum(cut.placed.peaks - limits, 0).sum())
-        over = plain
-        if way.units and plain:
-            over = int(np.maximum(self.peaks(cut, [way]) - limits, 0).sum())
-        return over, plain, self.cost(cut, ())
+    def target(self, devices: Sequence[Device]) -> Target | None:
+        """Where a module goes that each replica has on one of some devices; None if it stays."""
+        going = {source: device for source, device in zip(self.sources, devices, strict=True) if source != device}
+        if not going:
+            return None
+        return devices[0] if len(set(devices)) == 1 else target(going)
 
     def cost(self, cut: Cut, ways: Sequence[Way]) -> float:
         """Seconds that a step is reckoned to take: what is computed, copied and issued, one after the other; where
         micro-batches flow, what the busiest device computes."""
         busy, issued = self.plain(cut)
-        return self.total(busy, issued, [self.added(way) for way in ways])
+        return self.total(busy, issued, [self.added(way, cut) for way in ways])
 
     def plain(self, cut: Cut) -> tuple[float, float]:
-        """Seconds of a cut with everything kept: what is computed and copied, and what one host thread issues."""
+        """Seconds of a cut with everything kept: what is computed and copied, and what one host thread issues. Replicas
+        compute side by side; one part after the other, and as long as the device with the most of it."""
         key = cut.moves, cut.devices
         if key not in self.plains:
-            spent = [float(self.spent(device)[cut.placed.at == part].sum()) for part, device in enumerate(cut.devices)]
-            busy = max(spent) if self.parts > 1 else sum(spent)
-            pairs = pairwise(cut.devices) if cut.moves else ()
-            pace = min([self.topology.link(str(a), str(b)).bytes_per_second for a, b in pairs], default=1.0)
-            self.plains[key] = busy + cut.placed.crossing / pace, self.issued + self.issue * cut.placed.copies
+            placed, count = cut.placed, len(cut.devices)
+            spent = np.zeros((int(placed.part.max(initial=0)) + 1, count))
+            for number, device in enumerate(cut.devices):
+                here = placed.at == number
+                np.add.at(spent[:, number], placed.part[here], self.spent(device)[here])
+            busy = float(spent.sum(0).max() if self.parts > 1 else spent.max(1).sum())
+            self.plains[key] = busy + self.crossed(cut), self.issued + self.issue * placed.copies
         return self.plains[key]
+
+    def crossed(self, cut: Cut) -> float:
+        """Seconds of the copies between devices, of the replica with the longest."""
+        found = np.zeros(len(cut.placed.crossing))
+        for replica, here, there in zip(*np.nonzero(cut.placed.crossing), strict=True):
+            pace = self.pace(cut.devices[here], cut.devices[there])
+            found[replica] += cut.placed.crossing[replica, here, there] / pace
+        return float(found.max())
+
+    def pace(self, here: Device, there: Device) -> float:
+        """Bytes a second between two devices."""
+        return self.topology.link(str(here), str(there)).bytes_per_second
 
     def total(self, busy: float, issued: float, added: Sequence[Added]) -> float:
         """Seconds of a step with what is stored otherwise on top. Copies of what is parked run beside the forward, and
         back beside the backward."""
         copied = sum([one.copied for one in added])
-        behind = self.least_seconds * self.count - self.ahead
+        behind = self.whole - self.ahead
         longer = max(copied - self.ahead, 0.0) + max(copied - behind, 0.0) + _PARKED * min(copied, self.ahead)
         return max(busy + sum([one.busy for one in added]) + longer, issued + sum([one.issued for one in added]))
 
-    def added(self, way: Way) -> Added:
+    def added(self, way: Way, cut: Cut) -> Added:
         """What a way adds to a step."""
-        if way not in self.ways:
-            levels = self.levels
-            if way.to is None:
-                busy = sum(map(levels.seconds, way.units))
-                self.ways[way] = Added(busy, sum(map(levels.issued, way.units)), 0.0)
-            elif way.what != "saved":
+        if way.to is None:
+            ops, units = self.repeated(way)
+            at, spent = cut.placed.at[ops], np.zeros((len(way.units), len(cut.devices)))
+            seconds = np.array([self.spent(device) for device in cut.devices])[at, ops]
+            np.add.at(spent, (units, at), seconds)
+            return Added(float(spent.max(1).sum()), sum(map(self.levels.issued, way.units)), 0.0)
+        if way not in self.parked:
+            if way.what != "saved":
                 trips = sum([len(self.states(unit)) for unit in way.units])
-                self.ways[way] = Added(self.waited(way, way.to, trips), 2 * self.issue * trips, 0.0)
+                self.parked[way] = Added(self.waited(way, trips), 2 * self.issue * trips, 0.0)
             else:
+                levels = self.levels
                 copies = 2 * sum([len(self.gap(unit, again=False).storage) for unit in way.units])
                 nbytes = sum([levels.parts[path].saved for unit in way.units for path in unit]) * self.parts
-                source = next((d for d in (*self.sources, *self.wanted.devices) if d != way.to), way.to)
-                link = None if source == way.to else self.topology.link(str(source), str(way.to))
-                copied = nbytes / link.bytes_per_second if link is not None else 0.0
-                self.ways[way] = Added(0.0, self.issue * copies, copied)
-        return self.ways[way]
+                link = self.link(way, (*self.sources, *self.wanted.devices))
+                copied = nbytes / self.replicas / link.bytes_per_second if link is not None else 0.0
+                self.parked[way] = Added(0.0, self.issue * copies, copied)
+        return self.parked[way]
 
-    def waited(self, way: Way, to: Device, trips: int) -> float:
+    def repeated(self, way: Way) -> tuple[Numbers, Numbers]:
+        """The operators that a way repeats, and of each the number of its unit."""
+        if way not in self.repeats:
+            found = [self.levels.repeated(unit) for unit in way.units]
+            units = np.repeat(np.arange(len(found)), list(map(len, found)))
+            self.repeats[way] = np.array([i for ops in found for i in ops], np.int64), units
+        return self.repeats[way]
+
+    def waited(self, way: Way, trips: int) -> float:
         """Seconds that a step waits for state that is parked: what comes in and what goes out pass each other."""
-        source = next((device for device in self.sources if device != to), to)
-        if source == to:
+        link = self.link(way, self.sources)
+        if link is None:
             return 0.0
-        link = self.topology.link(str(source), str(to))
-        return sum(map(self.updated, way.units)) / link.bytes_per_second + trips * link.latency
+        nbytes = sum(map(self.updated, way.units))
+        return (nbytes / link.bytes_per_second + trips * link.latency) / self.replicas
 
-    def even(self, level: Sequence[str], chain: Sequence[Device]) -> tuple[int, ...]:
-        """Where parts end that hold as much of a level as their devices' shares of the limits."""
-        parts = self.levels.parts
-        sums = list(accumulate([parts[path].state + parts[path].saved for path in level], initial=0))
-        limits = [self.wanted.limits.get(device, 0) for device in chain]
-        shares = [share / max(sum(limits), 1) for share in accumulate(limits)][:-1]
-        found: list[int] = []
-        for number, share in enumerate(shares):
-            least, most = (found[-1] if found else 0) + 1, len(level) - len(shares) + number
-            found.append(min(range(least, most + 1), key=lambda end: abs(sums[end] - share * sums[-1])))
-        return tuple(found)
+    def link(self, way: Way, sources: Sequence[Device]) -> Link | None:
+        """What leads to where something is parked, from the first of some devices that it leaves."""
+        pairs = [(source, there) for source in sources if (there := goes(way.to, source)) is not None]
+        return self.topology.link(str(pairs[0][0]), str(pairs[0][1])) if pairs else None
 
     @cached_property
     def holding(self) -> Holding:
@@ -225,13 +217,18 @@ class Reckoning:
         return Holding(self.levels.step)
 
     def peaks(self, cut: Cut, ways: Sequence[Way], *, hopes: bool = False) -> Numbers:
-        """By part of a cut, the most bytes that it is reckoned to hold; who *hopes* takes what is parked to be nowhere
-        meanwhile, which is so where it is away while the others hold little."""
-        gaps = []
-        for way in ways:
-            part = cut.devices.index(way.to) if way.to in cut.devices and not hopes else -1
-            gaps.append((self.gaps_of(cut, way, hopes=hopes), part))
-        return self.holding.peaks(cut.placed, gaps)
+        """By device of a cut, the most bytes that it is reckoned to hold; who *hopes* takes what is parked to be
+        nowhere meanwhile, which is so where it is away while the others hold little."""
+        return self.holding.peaks(
+            cut.placed, [(self.gaps_of(cut, way, hopes=hopes), self.receiving(cut, way, hopes=hopes)) for way in ways]
+        )
+
+    def receiving(self, cut: Cut, way: Way, *, hopes: bool = False) -> list[int]:
+        """By device of a cut, the number of the one that has meanwhile what is stored otherwise; -1: none."""
+        if way.to is None or hopes:
+            return [-1] * len(cut.devices)
+        numbers = {device: number for number, device in enumerate(cut.devices)}
+        return [numbers.get(goes(way.to, device) or device, -1) for device in cut.devices]
 
     def gaps_of(self, cut: Cut, way: Way, *, hopes: bool = False) -> Gaps:
         """When the storages of a way are away where modules are cut."""
@@ -240,7 +237,8 @@ class Reckoning:
         key = cut.moves, cut.devices, way
         if key not in self.between:
             states = [k for unit in way.units for k in self.states(unit)]
-            self.between[key] = self.holding.between_updates(cut.placed, states, way.to, there=way.what == "updates")
+            away = way.to if isinstance(way.to, Device) else way.to[0][1]
+            self.between[key] = self.holding.between_updates(cut.placed, states, away, there=way.what == "updates")
         return self.between[key]
 
     def gap_of(self, way: Way, *, hopes: bool = False) -> Gaps:
@@ -256,7 +254,8 @@ class Reckoning:
         key = unit, again, hopes
         if key not in self.gaps:
             storages = self.levels.storages(unit) if again else self.levels.saved(unit)
-            self.gaps[key] = self.holding.gaps(storages, together=again, ahead=0 if again or hopes else AHEAD)
+            ahead = 0 if again or hopes else AHEAD * self.replicas  # whose operators take turns
+            self.gaps[key] = self.holding.gaps(storages, together=again, ahead=ahead)
         return self.gaps[key]
 
     def states(self, unit: Unit) -> list[int]:
@@ -264,7 +263,7 @@ class Reckoning:
         return [self.levels.step.number[name] for path in unit for name in self.levels.states[path]]
 
     def limits(self, cut: Cut, more: Mapping[Device, int]) -> Numbers:
-        """By part of a cut, the most bytes that it may be reckoned to hold."""
+        """By device of a cut, the most bytes that it may be reckoned to hold."""
         limits = [self.wanted.limits.get(device, 1 << 62) - more.get(device, 0) for device in cut.devices]
         return np.array(limits, np.int64)
 
@@ -281,69 +280,69 @@ class Reckoning:
         limits = self.limits(cut, more)
         over = self.peaks(cut, beside) > limits
         chosen: set[Unit] = set()
-        for part in np.flatnonzero(over).tolist():
-            away = cut.devices[part] != way.to
-            units = tuple([unit for unit in way.units if self.part(cut, unit, way) == part and away])
+        for device in np.flatnonzero(over).tolist():
+            away = way.to is None or goes(way.to, cut.devices[device]) is not None
+            units = tuple([unit for unit in way.units if away and device in self.at(cut, unit, way)])
             least = self.least_saved if way.what == "saved" else self.least_state
-            chosen.update(least(cut, way, units, part, int(limits[part]), beside))
+            chosen.update(least(cut, way, units, device, int(limits[device]), beside))
         some = way._replace(units=tuple([unit for unit in way.units if unit in chosen]))
         held = self.peaks(cut, [*beside, some] if some.units else beside)
         return some, int(np.maximum(held - limits, 0).sum())
 
-    def part(self, cut: Cut, unit: Unit, way: Way) -> int:
-        """The part that a unit is in, or its state."""
+    def at(self, cut: Cut, unit: Unit, way: Way) -> set[int]:
+        """The numbers of the devices where a unit is in some replica, or its state."""
         if way.what == "saved":
-            return int(cut.placed.at[self.levels.parts[unit[0]].first])
-        return int(cut.placed.home[self.states(unit)[0]])
+            return set(cut.placed.at[list(self.levels.parts[unit[0]].firsts)].tolist())
+        return set(cut.placed.home[self.states(unit)].tolist())
 
     def least_saved(
-        self, cut: Cut, way: Way, units: tuple[Unit, ...], part: int, limit: int, beside: Sequence[Way]
+        self, cut: Cut, way: Way, units: tuple[Unit, ...], device: int, limit: int, beside: Sequence[Way]
     ) -> Sequence[Unit]:
-        """The fewest units of a part whose saved values are stored otherwise so that its limit is kept; all that help
+        """The fewest units of a device whose saved values are stored otherwise so that its limit is kept; all that help
         where even these do not do. A device holds the less, the more units are stored otherwise.
 
         Args:
             cut: where modules are.
             way: how values are stored.
-            units: of the part.
-            part: its number.
-            limit: of its device.
+            units: that the device has.
+            device: its number.
+            limit: of the device.
             beside: what else is stored otherwise.
         """
-        ranked = self.ranked(units, way.to)
+        ranked = self.ranked(units, way)
         found = [self.gaps_of(cut, one) for one in beside]
         found += [self.gap(unit, again=way.to is None) for unit in ranked]
         gaps, ends = joined(found), list(accumulate([len(gap.storage) for gap in found], initial=0))[len(beside) :]
-        enough = max(limit, self.holding.peak(cut.placed, part, gaps, ends[-1]))
-        peaks = lambda count: -self.holding.peak(cut.placed, part, gaps, ends[count])  # noqa: E731
+        enough = max(limit, self.holding.peak(cut.placed, device, gaps, ends[-1]))
+        peaks = lambda count: -self.holding.peak(cut.placed, device, gaps, ends[count])  # noqa: E731
         return ranked[: bisect_left(range(len(ranked)), -enough, key=peaks)]
 
     def least_state(
-        self, cut: Cut, way: Way, units: tuple[Unit, ...], part: int, limit: int, beside: Sequence[Way]
+        self, cut: Cut, way: Way, units: tuple[Unit, ...], device: int, limit: int, beside: Sequence[Way]
     ) -> Sequence[Unit]:
         """The units whose state is parked so that a limit is kept: of few units those whose trips take the least time,
         of many as few as it takes; all where even that does not do. Arguments are those of :meth:`least_saved`."""
 
         def held(some: Sequence[Unit]) -> int:
             """What the device holds with the state of some units parked."""
-            return int(self.peaks(cut, [*beside, way._replace(units=tuple(some))])[part])
+            return int(self.peaks(cut, [*beside, way._replace(units=tuple(some))])[device])
 
-        over = int(self.peaks(cut, beside)[part]) - limit
+        over = int(self.peaks(cut, beside)[device]) - limit
         if len(units) <= _FEW:
             every = [some for count in range(len(units)) for some in combinations(units, count)]
             freeing = [some for some in every if sum(map(self.updated, some)) >= over]
-            freeing.sort(key=lambda some: self.added(way._replace(units=some)).busy)
+            freeing.sort(key=lambda some: self.added(way._replace(units=some), cut).busy)
             return next((some for some in freeing if held(some) <= limit), units)
         ranked = sorted(units, key=self.updated, reverse=True)
         return ranked[: bisect_left(range(len(ranked)), -limit, key=lambda count: -held(ranked[:count]))]
 
-    def ranked(self, units: tuple[Unit, ...], to: Device | None) -> list[Unit]:
+    def ranked(self, units: tuple[Unit, ...], way: Way) -> list[Unit]:
         """Units by what it takes to free a byte with them; of about equally dear ones the earlier first, as they free
         it for longer. What is parked costs the same for each byte."""
-        levels, key = self.levels, (units, to)
+        levels, key = self.levels, (units, way.to)
         if key in self.order:
             return self.order[key]
-        dear = {unit: 0.0 if to else levels.seconds(unit) / max(levels.freed(unit), 1) for unit in units}
+        dear = {unit: 0.0 if way.to else levels.seconds(unit) / max(levels.freed(unit), 1) for unit in units}
         order = sorted(units, key=dear.__getitem__)
         found: list[Unit] = []
         while order:
@@ -368,20 +367,15 @@ class Reckoning:
         """Bytes of a unit's state that the update alone touches."""
         return sum([self.levels.parts[path].updated for path in unit])
 
-    @property
-    def count(self) -> int:
-        """How many devices there may be."""
-        return max(len({*self.sources, *self.wanted.devices}), 1)
-
     @cached_property
-    def least_seconds(self) -> float:
-        """Seconds of all operators, shared by all devices."""
-        return float(self.seconds.sum()) / self.count
+    def whole(self) -> float:
+        """Seconds of all operators of a replica."""
+        return float(self.seconds.sum()) / self.replicas
 
     @cached_property
     def ahead(self) -> float:
-        """Seconds of the forward."""
-        return float(self.seconds[self.levels.step.forward].sum())
+        """Seconds of the forward of a replica."""
+        return float(self.seconds[self.levels.step.forward].sum()) / self.replicas
 
     @cached_property
     def issued(self) -> float:

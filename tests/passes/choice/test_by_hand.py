@@ -14,6 +14,7 @@ from graphir.passes.balance import Balance
 from graphir.passes.base import build
 from graphir.passes.choice.annealing import Line
 from graphir.passes.choice.balancing import Balancing
+from graphir.passes.choice.chains import Chain
 from graphir.passes.choice.few import Few
 from graphir.passes.choice.holding import Holding
 from graphir.passes.choice.levels import Levels
@@ -108,7 +109,7 @@ def test_placements_of_a_few_modules_are_reckoned_as_single_ones_are() -> None:
     limits = {f"gpu:{device}": by_hand.held(program)["gpu:0"] // 2 for device in range(2)}
     asked = build(Balance, limits=limits, topology=H200).asked(program, None, 1)
     reckoning = Balancing(asked).hands.reckoning
-    chain = gpu(0), gpu(1)
+    chain = Chain(((gpu(0), gpu(1)),))
     found = [one for some in Few(reckoning, ["0", "1"], chain, ["keep", "again", "park"]).reckoned() for one in some]
     assert len({(one.cut.moves, one.ways) for one in found}) == 36
     for over, hoped, seconds, cut, ways in found:
@@ -141,10 +142,10 @@ def test_one_device_is_reckoned_byte_for_byte(kind: Kind, accumulate: int) -> No
     program = by_hand.blocks(kind, 3, accumulate)
     step = Step(program, None, 1)
     holding, levels = Holding(step), Levels(step, H200)
-    placed = holding.placed({}, 1)
+    placed = holding.placed({}, [[0]], 1)
     assert placed.peaks.tolist() == [by_hand.held(program)["gpu:0"]]
     for paths in (["1"], ["1", "2"]):
-        gaps = [(holding.gaps(levels.storages((path,)), together=True), -1) for path in paths]
+        gaps = [(holding.gaps(levels.storages((path,)), together=True), [-1]) for path in paths]
         hand = passes.recompute(program, [f"[{path}]" for path in paths])
         assert holding.peaks(placed, gaps).tolist() == [by_hand.held(hand)["gpu:0"]]
 
@@ -176,6 +177,14 @@ def test_levels_are_blocks_and_blocks_of_blocks_each_and_together() -> None:
     assert levels.freed(("stages.0", "stages.1")) > levels.freed(("stages.0",)) + levels.freed(("stages.1",))
     whole = Levels(Step(program, None, 1), H200, ["stages.0", "stages.1"])
     assert not any("stages.0.0" in unit for units in whole.recomputed() for unit in units)
+
+
+def test_a_module_that_is_called_like_a_blob_of_a_replica_is_recomputed_as_a_module() -> None:
+    program = passes.replicate(by_hand.unlike("transformer", Random(5), 3), [0, 1])
+    hand = passes.recompute(program, "[0]")
+    limits = dict.fromkeys(("gpu:0", "gpu:1"), by_hand.held(hand)["gpu:0"])
+    found = passes.balance(program, limits, topology=H200, options=["recompute"], evaluations=1)
+    assert "gpu_0" not in found.pipeline and found.after <= 1.0001 * seconds(hand)
 
 
 class InPlace(nn.Module):
@@ -213,7 +222,8 @@ def test_storage_is_shared_where_limits_take_it(monkeypatch: pytest.MonkeyPatch)
         with graphir.compile(
             model, (), loss=lambda loss: loss, optimizer=optimizer, limits=limits, passes=then
         ) as step:
-            assert all(graphir.memory(step.plan, profile=None).peak[device] <= limits[device] for device in limits)
+            peaks = graphir.memory(step.plan, profile=None).peak
+            assert all(peaks.get(device, 0) <= limits[device] for device in limits)
 
 
 def test_a_plan_by_hand_is_reported_as_others_are() -> None:
