@@ -179,11 +179,11 @@ class Balancing:
                 return True
             if self.asked.budget.evaluations is not None:
                 return len(self.hands.known) - len(self.hands.on_host) >= most
-            parts = (time.perf_counter() - begun) / (self.asked.budget.seconds * share)
-            if self.hands.best is not None:
-                return parts >= 1
-            few = len(self.hands.known) < _FEWEST_BY_HAND
-            return parts >= (_UNTIL_SOME_ARE_JUDGED if few else _UNTIL_ONE_FITS)
+            times = 1.0
+            if self.hands.best is None:
+                few = len(self.hands.known) < _FEWEST_BY_HAND
+                times = _UNTIL_SOME_ARE_JUDGED if few else _UNTIL_ONE_FITS
+            return time.perf_counter() - begun >= self.asked.budget.seconds * share * times
 
         try:
             while not enough():

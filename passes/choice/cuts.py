@@ -39,7 +39,8 @@ class _Begun(NamedTuple):
 
     Attributes:
         over: bytes that exceed limits with all of a way, and without.
-        costs: what a step takes: seconds that are computed; copies; and by replica, the bytes of these.
+        costs: what a step takes: seconds of the busiest part, where micro-batches flow; seconds that are computed;
+            copies; and by replica, the bytes of these.
         ends: where the parts end.
     """
 
@@ -149,7 +150,7 @@ class Cuts:
         intervals = self.intervals[level]
         away = intervals.away(self.reckoning.gap_of(way)) if way.units else None
         parts = _Parts(self.reckoning, intervals, chain, away)
-        begun = {0: [_Begun((0, 0), (0.0,) * (2 + intervals.replicas), ())]}
+        begun = {0: [_Begun((0, 0), (0.0,) * (3 + intervals.replicas), ())]}
         for part in range(chain.parts):
             last = part == chain.parts - 1
             going: dict[int, list[_Begun]] = {}
@@ -194,9 +195,8 @@ class _Parts:
         """What has begun with one more part: modules from *begin* to the one before *end*."""
         added = self.part(part, begin, end)
         over = one.over[0] + added.over[0], one.over[1] + added.over[1]
-        busy = max(one.costs[0], added.costs[0]) if self.flows else one.costs[0] + added.costs[0]
         rest = [a + b for a, b in zip(one.costs[1:], added.costs[1:], strict=True)]
-        return _Begun(over, (busy, *rest), (*one.ends, end))
+        return _Begun(over, (max(one.costs[0], added.costs[0]), *rest), (*one.ends, end))
 
     def part(self, part: int, begin: int, end: int) -> _Begun:
         """One part alone."""
@@ -212,7 +212,8 @@ class _Parts:
                 rows = self.spent[device][list(together)]
                 busy = max(busy, float((rows[:, end] - rows[:, begin]).sum()))
                 copies += found.copies
-            self.known[key] = _Begun((over, plain), (busy, copies, *nbytes), (end,))
+            most = busy if self.flows else 0.0
+            self.known[key] = _Begun((over, plain), (most, busy, copies, *nbytes), (end,))
         return self.known[key]
 
 

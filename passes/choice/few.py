@@ -30,7 +30,8 @@ Fate: TypeAlias = Literal["keep", "again", "park"]
 """What becomes of what a module saves."""
 
 _MOST: Final = 4_000
-"""How many placements are reckoned at most."""
+_PLACES: Final = 256
+"""How many placements are reckoned at most, and how many that have modules on other devices."""
 
 
 class Reckoned(NamedTuple):
@@ -72,7 +73,8 @@ class Few:
     @property
     def many(self) -> bool:
         """Whether there are too many of them, or none."""
-        return not self.units or len(self.units) > _MOST.bit_length() or self.count > _MOST
+        few = 0 < len(self.units) <= _MOST.bit_length()
+        return not few or self.count > _MOST or self.chain.parts ** len(self.units) > _PLACES
 
     def reckoned(self) -> Iterator[list[Reckoned]]:
         """All placements, those at a time that have modules on the same devices."""

@@ -131,7 +131,7 @@ class Reckoning:
 
     def cost(self, cut: Cut, ways: Sequence[Way]) -> float:
         """Seconds that a step is reckoned to take: what is computed, copied and issued, one after the other; where
-        micro-batches flow, what the busiest device computes."""
+        micro-batches flow, one of them does, and the others go on as fast as the busiest device lets them."""
         busy, issued = self.plain(cut)
         return self.total(busy, issued, [self.added(way, cut) for way in ways])
 
@@ -145,7 +145,7 @@ class Reckoning:
             for number, device in enumerate(cut.devices):
                 here = placed.at == number
                 np.add.at(spent[:, number], placed.part[here], self.spent(device)[here])
-            busy = float(spent.sum(0).max() if self.parts > 1 else spent.max(1).sum())
+            busy = float((spent.max(1).sum() + (self.parts - 1) * spent.sum(0).max()) / self.parts)
             self.plains[key] = busy + self.crossed(cut), self.issued + self.issue * placed.copies
         return self.plains[key]
 
