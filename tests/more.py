@@ -17,7 +17,7 @@ from graphir.ir.device import DeviceName
 
 __all__ = ["BUDGETS", "LIMITS", "OPTIONS", "Asked", "problem", "steps", "worst"]
 
-BUDGETS: Final = (500, 1000, 2000, 4000)
+BUDGETS: Final = (125, 250, 500, 1000)
 LIMITS: Final = (1.0, 1.1, 1.25, 1.5)
 OPTIONS: Final = tuple(accumulate([(option,) for option in ("shift", "park", "recompute", "state", "share_storage")]))
 

@@ -60,6 +60,7 @@ class Cuts:
         self.reckoning = reckoning
         self.known: dict[tuple[tuple[str, ...], Chain, tuple[int, ...]], Cut] = {}
         self.intervals: dict[tuple[str, ...], Intervals] = {}
+        self.ends: dict[tuple[tuple[str, ...], Chain, Way], list[tuple[int, ...]]] = {}
 
     def cut(self, level: tuple[str, ...], chain: Chain, ends: tuple[int, ...]) -> Cut:
         """A level cut into contiguous parts."""
@@ -145,6 +146,12 @@ class Cuts:
     def best(self, level: tuple[str, ...], chain: Chain, way: Way) -> Generator[None, None, list[tuple[int, ...]]]:
         """Where the parts end of the cuts that exceed limits least and that no other cut beats in all that a step
         takes."""
+        if (level, chain, way) not in self.ends:
+            self.ends[level, chain, way] = yield from self.unbeaten(level, chain, way)
+        return self.ends[level, chain, way]
+
+    def unbeaten(self, level: tuple[str, ...], chain: Chain, way: Way) -> Generator[None, None, list[tuple[int, ...]]]:
+        """The same, anew."""
         if level not in self.intervals:
             self.intervals[level] = Intervals(self.reckoning.holding, level)
         intervals = self.intervals[level]

@@ -115,6 +115,7 @@ class _Found:
         if hand is not None and hand.judged.seconds <= SLOWER * best:
             self.longest = max(self.longest, hand.judged.seconds / best)
         else:
+            begun = time.perf_counter()  # what was tried is tried again
             try:
                 self.longest = max(self.longest, passes.balance(program, limits, topology=TOPOLOGY).after / best)
             except PassError:
