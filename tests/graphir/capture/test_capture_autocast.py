@@ -23,6 +23,8 @@ from graphir.capture.global_state import open_regions
 from graphir.errors import CaptureError, TrainingWarning
 from graphir.ir.program import Program
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 X = torch.linspace(-1, 1, 12).view(3, 4)
 TARGET = torch.tensor([0, 1, 3])
 

@@ -11,6 +11,8 @@ import graphir
 from graphir import passes, runtime
 from graphir.errors import CaptureError, SessionError
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 GROWING = {"init_scale": 2.0**10, "growth_interval": 2}
 OVERFLOWING = {"init_scale": 2.0**127, "backoff_factor": 2.0**-60, "growth_factor": 2.0**20, "growth_interval": 2}
 

@@ -24,6 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from graphir.capture import capture
 from graphir.errors import CaptureError
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 HERE = Path(__file__).name
 SPARSE = torch.eye(6).to_sparse()
 QUANTIZED = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)

@@ -21,6 +21,8 @@ from graphir.capture import capture
 from graphir.errors import CaptureError, CoverageError, RunError
 from graphir.ir.text import parse
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 BATCH, FRAMES, CLASSES, LABELS = 6, 9, 5, 4
 
 

@@ -19,6 +19,8 @@ import graphir
 from graphir import passes
 from graphir.errors import CaptureError
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 
 class Config:
     """What models of transformers keep their options in, and what they find out about them in the first step."""

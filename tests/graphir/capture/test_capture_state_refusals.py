@@ -11,6 +11,8 @@ from refusing import GLOBAL, Cases
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 CASES = Cases()
 refused = CASES.refused
 

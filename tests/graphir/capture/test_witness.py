@@ -23,6 +23,8 @@ import graphir
 from graphir import capture
 from graphir.errors import CoverageError, RecaptureWarning, SessionError
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 TABLE = {128: 2.0}
 Body = Callable[[Tensor], Any]
 

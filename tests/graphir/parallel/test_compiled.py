@@ -22,7 +22,7 @@ import graphir
 from graphir.parallel import CompiledReplicas, SynchronizedBatchNorm1d
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.usefixtures("one_thread", "few_objects"),
     pytest.mark.filterwarnings("error::graphir.errors.EagerWarning"),  # where no test asks for eager replicas
 ]
 
@@ -452,7 +452,6 @@ def test_gradients_are_handed_over_without_a_copy() -> None:
         param.grad.zero_()
 
 
-@pytest.mark.usefixtures("few_objects")
 def test_no_copy_of_a_parameter_is_kept() -> None:
     model = nn.Linear(17, 23)
     made = CompiledReplicas(model, [0, 1])((torch.randn(6, 17),))

@@ -21,6 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import graphir
 from graphir.errors import CaptureError, EagerWarning, SessionError
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
 
