@@ -13,11 +13,24 @@ import graphir
 from graphir import passes, runtime
 from graphir.ir.program import Program
 
-__all__ = ["assert_same", "captured", "mlp", "steps"]
+__all__ = ["assert_same", "captured", "captured_gpt", "captured_mlp", "captured_resnet", "mlp", "steps"]
 
 
 def captured(example: models.Example, parts: int, **options: Any) -> Program:
-    return runnable.captured(example, runnable.sgd(example.model.parameters()), accumulate=parts, **options)
+    return runnable.step_of(example, accumulate=parts, **options)
+
+
+def captured_gpt(dropout: float = 0.0, batch: int = 8) -> Program:
+    """Four micro-batches of a GPT whose head shares the embedding's weight."""
+    return runnable.trained(models.gpt, 4, batch=batch, layers=4, dropout=dropout)
+
+
+def captured_mlp(parts: int = 4) -> Program:
+    return runnable.trained(mlp, parts)
+
+
+def captured_resnet() -> Program:
+    return runnable.trained(models.resnet, 4, batch=16)
 
 
 def mlp(batch: int = 32, width: int = 48, layers: int = 6) -> models.Example:

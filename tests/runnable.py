@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import models
@@ -41,6 +42,17 @@ def captured(example: models.Example | Case, optimizer: torch.optim.Optimizer | 
         optimizer=optimizer,
         **options,
     )
+
+
+def step_of(example: models.Example, **options: Any) -> Program:
+    """The training step of an example by momentum SGD."""
+    return captured(example, sgd(example.model.parameters()), **options)
+
+
+@cache
+def trained(make: Callable[..., models.Example], accumulate: int = 1, **sizes: Any) -> Program:
+    """The training step of the example that *make* makes of *sizes*, by momentum SGD: captured once for all tests."""
+    return step_of(make(**sizes), accumulate=accumulate)
 
 
 def captured_case(case: Case) -> Program:

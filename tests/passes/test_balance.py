@@ -8,7 +8,7 @@ import math
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from graphir.passes.choice.outcome import Outcomes
 from graphir.passes.choice.problem import AGAIN, KEEP, Choice
 from graphir.passes.choice.search import search
 from instances import INSTANCES, instance
-from runnable import batch_of, captured, sgd
+from runnable import batch_of, step_of, trained
 from torch import nn
 
 import graphir
@@ -37,10 +37,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = graphir.Topology.named("cpu")
 balance = partial(passes.balance, topology="h200x8")
 """By default for a machine that every machine can plan for."""
-
-
-def trained(example: models.Example, **options: object) -> Program:
-    return captured(example, sgd(example.model.parameters()), **options)
 
 
 def need(program: Program) -> int:
@@ -60,7 +56,7 @@ def layers() -> models.Example:
 
 EXAMPLES: dict[str, tuple[Callable[[], models.Example], float, int]] = {
     "resnet": (models.resnet, 0.8, 2),
-    "gpt on three": (lambda: models.gpt(layers=4), 0.6, 3),
+    "gpt on three": (partial(models.gpt, layers=4), 0.6, 3),
     "layers": (layers, 0.75, 2),
 }
 
@@ -68,8 +64,7 @@ EXAMPLES: dict[str, tuple[Callable[[], models.Example], float, int]] = {
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_measured_peaks_keep_within_limits_and_bits_are_equal(name: str) -> None:
     make, share, devices = EXAMPLES[name]
-    example = make()
-    program = trained(example)
+    example, program = make(), trained(make)
     limits = limited(program, share, devices)
     balanced = balance(program, limits, topology=CPU, evaluations=800)
     assert all(use.after <= limits[use.device] for use in balanced.devices if use.device in limits)
@@ -87,9 +82,15 @@ def test_measured_peaks_keep_within_limits_and_bits_are_equal(name: str) -> None
     parking.assert_runs_the_same(program, placed, [(args, kwargs)] * 2, ("threads", "adversarial"))
 
 
+@cache
+def tight() -> tuple[Program, passes.Balanced]:
+    """A step, and the same one within 0.7 of what it needs on each of two devices."""
+    program = trained(models.gpt, layers=4)
+    return program, balance(program, limited(program, 0.7), evaluations=800)
+
+
 def test_the_passes_that_it_prints_make_the_same_program() -> None:
-    program = trained(models.gpt(layers=4))
-    balanced = balance(program, limited(program, 0.7), evaluations=800)
+    program, balanced = tight()
     assert balanced.pipeline
     again = passes.Pipeline(balanced.pipeline)(program)
     assert str(again.step) == str(balanced.program.step)
@@ -97,7 +98,7 @@ def test_the_passes_that_it_prints_make_the_same_program() -> None:
 
 
 def test_equal_seeds_and_evaluations_give_equal_programs() -> None:
-    program = trained(models.resnet())
+    program = trained(models.resnet)
     limits = limited(program, 0.8)
     one, two = (balance(program, limits, evaluations=400, seed=3) for _ in range(2))
     assert one.pipeline == two.pipeline
@@ -105,7 +106,7 @@ def test_equal_seeds_and_evaluations_give_equal_programs() -> None:
 
 
 def test_what_fits_stays() -> None:
-    program = trained(models.mlp())
+    program = trained(models.mlp)
     balanced = balance(program, {"gpu:0": 2 * need(program)}, evaluations=200)
     assert (balanced.pipeline, balanced.program) == ("", program)
     assert passes.Pipeline(balanced.pipeline)(program) == program
@@ -113,7 +114,7 @@ def test_what_fits_stays() -> None:
 
 
 def test_only_the_options_that_are_given_are_used() -> None:
-    program = trained(models.gpt(layers=4))
+    program = trained(models.gpt, layers=4)
     for option, name in (("shift", "shift_modules"), ("recompute", "recompute"), ("park", "park")):
         limits = {"gpu:0": int(0.9 * need(program)), "gpu:1": need(program)}
         balanced = balance(program, limits, options=[option], evaluations=400)
@@ -122,7 +123,7 @@ def test_only_the_options_that_are_given_are_used() -> None:
 
 
 def test_pins_hold_and_an_accelerate_map_goes_in_and_out() -> None:
-    program = trained(models.gpt(layers=4))
+    program = trained(models.gpt, layers=4)
     limits = limited(program, 0.8)
     first = balance(program, limits, evaluations=600)
     assert set(first.device_map.values()) <= {0, 1}
@@ -134,7 +135,7 @@ def test_pins_hold_and_an_accelerate_map_goes_in_and_out() -> None:
 
 @pytest.mark.parametrize("pin", [{"2": 1}, {"": 1}, {"0": 0, "2": 1}])
 def test_pins_hold_where_everything_fits_as_it_is(pin: dict[str, int]) -> None:
-    program = trained(layers())
+    program = trained(layers)
     given = {"gpu:0": need(program), "gpu:1": 2 * need(program)}
     placed = balance(program, given, pin=pin, evaluations=50).device_map
     inside = [(module, device) for module in placed for path, device in pin.items() if path in ("", module)]
@@ -156,11 +157,12 @@ class Tied(nn.Module):
         return found
 
 
+@cache
 def tied(*, frozen: bool = False) -> Program:
     torch.manual_seed(0)
     words, model = torch.randint(512, (8, 16)), Tied()
     model.shared.weight.requires_grad_(not frozen)
-    return trained(models.Example(model, (words,), (words.flatten(),), nn.functional.cross_entropy))
+    return step_of(models.Example(model, (words,), (words.flatten(),), nn.functional.cross_entropy))
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -187,7 +189,7 @@ def test_a_pin_of_state_elsewhere_is_refused_where_nothing_may_be_shifted(frozen
 
 
 def test_a_pin_elsewhere_is_refused_where_nothing_may_be_shifted() -> None:
-    program = trained(layers())
+    program = trained(layers)
     given = {"gpu:0": need(program), "gpu:1": need(program)}
     assert set(balance(program, given, pin={"2": 0}, options=["park"], evaluations=5).device_map.values()) == {0}
     with pytest.raises(PassError, match=r"'2' is pinned to gpu:1, and options do not allow to shift it from gpu:0"):
@@ -246,7 +248,7 @@ def unlike(choice: Choice, other: Choice) -> bool:
 def test_where_plans_are_slower_than_their_groups_say_unlike_ones_are_planned(
     share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program, estimated, made = trained(models.gpt(layers=4)), plans.estimated, plans.Plans.made
+    program, estimated, made = trained(models.gpt, layers=4), plans.estimated, plans.Plans.made
     limits = limited(program, share)
     monkeypatch.setattr("graphir.passes.choice.balancing._MANY", 0)  # as of a large program
     tried: dict[float, list[Choice]] = {0.5: [], 2.0: []}
@@ -269,7 +271,7 @@ def test_where_plans_are_slower_than_their_groups_say_unlike_ones_are_planned(
 
 
 def test_modules_are_kept_whole() -> None:
-    program = trained(models.gpt(layers=4))
+    program = trained(models.gpt, layers=4)
     balanced = balance(program, limited(program, 0.8), whole=["layers.*"], options=["shift"], evaluations=600)
     for layer in range(4):
         places = {place for module, place in balanced.device_map.items() if module.startswith(f"layers.{layer}.")}
@@ -277,8 +279,7 @@ def test_modules_are_kept_whole() -> None:
 
 
 def test_replicas_are_balanced_each() -> None:
-    example = models.gpt(layers=4)
-    program = passes.replicate(trained(example), [0, 1])
+    program = passes.replicate(trained(models.gpt, layers=4), [0, 1])
     share = graphir.memory(passes.emit(program), threads=1, profile=None).peak["gpu:0"]
     limits = {"gpu:0": int(0.8 * share), "gpu:1": int(0.8 * share)}
     balanced = balance(program, limits, devices=["gpu:2", "gpu:3"], evaluations=600)
@@ -296,7 +297,7 @@ def test_a_slower_device_gets_less() -> None:
             "bytes_per_second": slow.bytes_per_second / 100,
         }
     )
-    program = trained(layers())
+    program = trained(layers)
     limits = {"gpu:0": int(0.8 * need(program)), "gpu:1": need(program), "gpu:2": need(program)}
     devices = {"gpu:0": fast, "gpu:1": slower, "gpu:2": fast, "cpu:0": fast}
     links = tuple(link for link in CPU.links if {link.source, link.destination} <= devices.keys())
@@ -306,8 +307,7 @@ def test_a_slower_device_gets_less() -> None:
 
 
 def test_why_says_what_else_it_would_have_cost() -> None:
-    program = trained(models.gpt(layers=4))
-    balanced = balance(program, limited(program, 0.7), evaluations=800)
+    _, balanced = tight()
     moved = [group for group in balanced.groups if group.moved]
     assert moved and all(group.otherwise for group in moved)
     assert balanced.bound <= balanced.after * 1.0001
@@ -317,7 +317,7 @@ def test_why_says_what_else_it_would_have_cost() -> None:
 
 
 def test_what_is_reckoned_when_asked_for_is_the_same_on_the_other_side_of_a_pickle() -> None:
-    program = trained(layers())
+    program = trained(layers)
     balanced = balance(program, limited(program, 0.8), evaluations=200)
     sent = pickle.loads(pickle.dumps(balanced))
     assert (sent.bound, sent.groups, str(sent)) == (balanced.bound, balanced.groups, str(balanced))
@@ -342,7 +342,7 @@ def test_limits_that_work_are_told_where_the_given_ones_do_not(
     make: Callable[[], models.Example], shares: tuple[float, ...]
 ) -> None:
     """They are tried: the search that had found the placement within them begins anew, and may find none."""
-    program = trained(make())
+    program = trained(make)
     limits = {f"gpu:{d}": int(share * need(program)) for d, share in enumerate(shares)}
     options: dict[str, Any] = {"options": ("shift", "park"), "evaluations": 300}
     with pytest.raises(PassError, match="no placement within the limits was found: gpu:") as refusal:
@@ -380,14 +380,14 @@ LINKLESS = graphir.Topology(
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
-    program = trained(models.mlp())
+    program = trained(models.mlp)
     with pytest.raises(PassError) as refusal:
         balance(program, **{"evaluations": 10, **options})
     assert message in str(refusal.value)
 
 
 def test_a_placement_with_copies_is_refused() -> None:
-    program = trained(models.mlp())
+    program = trained(models.mlp)
     moved = passes.inject_copies(passes.shift_modules(program, {next(iter(program.module._modules)): 1}))
     with pytest.raises(PassError, match="has the copies of a placement already"):
         balance(moved, {"gpu:0": 10**9}, evaluations=10)
@@ -413,7 +413,7 @@ def test_a_model_without_modules_stays_where_it_is() -> None:
 
 def test_what_fits_stays_where_it_is() -> None:
     """Every operator is issued by one thread; moving some to another device saves nothing where that takes longest."""
-    program = trained(layers())
+    program = trained(layers)
     balanced = balance(program, {"gpu:0": "80 GiB", "gpu:1": "80 GiB"}, evaluations=300)
     assert balanced.pipeline == "" and balanced.after == balanced.before
     assert balanced.bound > 0.9 * balanced.after
@@ -421,7 +421,7 @@ def test_what_fits_stays_where_it_is() -> None:
 
 def test_a_group_on_both_sides_of_another_device() -> None:
     """Its tasks are apart, or one of them would read what a later one makes."""
-    program = trained(layers())
+    program = trained(layers)
     moved = passes.shift_modules(program, {"2": 1, "6": 1})
     balanced = balance(moved, {"gpu:0": "80 GiB", "gpu:1": "80 GiB"}, evaluations=50)
     assert balanced.after <= balanced.before and 0 < balanced.bound < math.inf
@@ -445,7 +445,7 @@ def test_calls_of_a_module_are_placed_one_by_one(accumulate: int) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(8192, 128), torch.randn(8192, 4)
     example = models.Example(Shared(), (x,), (y,), nn.functional.mse_loss)
-    program = trained(example, accumulate=accumulate)
+    program = step_of(example, accumulate=accumulate)
     limits = limited(program, 0.65)
     balanced = balance(program, limits, topology=CPU, options=["shift"], evaluations=600)
     placed = passes.inject_copies(balanced.program)
@@ -470,13 +470,13 @@ def test_calls_of_a_module_are_placed_one_by_one(accumulate: int) -> None:
 
 
 def test_what_is_parked_already_is_refused() -> None:
-    program = passes.park(trained(layers()), ["**.momentum_buffer"], "cpu")
+    program = passes.park(trained(layers), ["**.momentum_buffer"], "cpu")
     with pytest.raises(PassError, match="has something parked already"):
         balance(program, {"gpu:0": 10**9}, evaluations=10)
 
 
 def test_plain_placements_are_looked_at_whatever_the_budget() -> None:
-    program = trained(layers())
+    program = trained(layers)
     limits = limited(program, 0.8)
     for budget in ({"seconds": 0.0}, {"evaluations": 1}):
         balanced = balance(program, limits, **budget)  # type: ignore[arg-type]
@@ -515,7 +515,7 @@ def test_interrupted_searches_hand_back_the_best_so_far(monkeypatch: pytest.Monk
 
 def test_compile_keeps_within_limits_at_every_size() -> None:
     example = layers()
-    plain = trained(layers())
+    plain = trained(layers)
     limits = limited(plain, 0.75)
     optimizer = torch.optim.SGD(example.model.parameters(), lr=0.1, momentum=0.9)
     step = graphir.compile(
@@ -537,7 +537,7 @@ def test_compile_keeps_within_limits_at_every_size() -> None:
 
 
 def test_the_command_line_balances(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    program = trained(layers())
+    program = trained(layers)
     graphir.save(program, tmp_path / "program.json")
     limit = int(0.75 * need(program))
     placed = tmp_path / "placed.json"
@@ -550,7 +550,7 @@ def test_the_command_line_balances(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_search_ends_where_nothing_can_be_changed() -> None:
-    program = trained(models.mlp())
+    program = trained(models.mlp)
     balanced = balance(program, {"gpu:0": 10 * need(program)}, options=["shift"], evaluations=50)
     assert balanced.pipeline == ""
 
@@ -573,7 +573,7 @@ def test_what_one_replica_alone_has_of_a_split_table_is_placed(how: str) -> None
     torch.manual_seed(0)
     bags = [torch.randint(500, (32, 3)) for _ in range(2)]
     example = models.Example(Ranker(), (torch.randn(32, 8), bags), (torch.randn(32, 1),), nn.functional.mse_loss)
-    program = passes.shard(trained(example), {"tables.0": (how, [0, 1]), "tables.1": 1}, devices=[0, 1])
+    program = passes.shard(step_of(example), {"tables.0": (how, [0, 1]), "tables.1": 1}, devices=[0, 1])
     most = max(graphir.memory(passes.emit(passes.inject_copies(program)), threads=1, profile=None).peak.values())
     for devices in (2, 4):
         for share in (2.0, 1.1):
@@ -602,7 +602,7 @@ class Embedded(nn.Module):
 def test_a_placement_that_is_there_is_told_and_can_be_pinned() -> None:
     torch.manual_seed(0)
     words = torch.randint(64, (4, 8))
-    program = trained(models.Example(Embedded(), (words,), (words.flatten(),), nn.functional.cross_entropy))
+    program = step_of(models.Example(Embedded(), (words,), (words.flatten(),), nn.functional.cross_entropy))
     limits = {"gpu:0": 2 * need(program), "gpu:1": 2 * need(program)}
     for there in ({"second": 1}, {"token": 1}, {"first": 1, "second": 1}):
         moved = passes.shift_modules(program, there)
@@ -617,7 +617,7 @@ def test_a_placement_that_is_there_is_told_and_can_be_pinned() -> None:
 
 @pytest.mark.parametrize("after", [1, 2])
 def test_ctrl_c_while_plans_are_made_ends_with_the_best_so_far(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    program, made, calls = trained(models.gpt(layers=4)), plans.Plans.made, [0]
+    program, made, calls = trained(models.gpt, layers=4), plans.Plans.made, [0]
 
     def interrupted(self: plans.Plans, grouped: Any, choice: Choice) -> plans.Emitted:
         calls[0] += 1
@@ -651,7 +651,7 @@ class Listed(nn.Module):
 
 def test_a_pin_of_state_that_goes_with_what_is_pinned_elsewhere_is_refused() -> None:
     torch.manual_seed(0)
-    program = trained(models.Example(Listed(), (torch.randn(64, 64),), (torch.randn(64, 64),), nn.functional.mse_loss))
+    program = step_of(models.Example(Listed(), (torch.randn(64, 64),), (torch.randn(64, 64),), nn.functional.mse_loss))
     limits = {"gpu:0": need(program), "gpu:1": need(program)}
     with pytest.raises(
         PassError, match=r"'weights' is pinned to gpu:0, but 'weights.0' goes with what uses it, on gpu:1"
@@ -671,5 +671,5 @@ def test_a_pin_of_state_that_goes_with_what_is_pinned_elsewhere_is_refused() -> 
 
 
 def test_threads_can_be_torch_s() -> None:
-    program = trained(layers())
+    program = trained(layers)
     assert balance(program, limited(program, 0.9), evaluations=20, threads=None).after > 0

@@ -13,7 +13,7 @@ from graphir.passes.choice.flow import Flow
 from graphir.passes.choice.outcome import Outcomes
 from graphir.passes.choice.problem import AGAIN, KEEP, Choice, Group, Problem, Task, Value
 from graphir.passes.micro_work import FORWARD, INPUT, WEIGHT
-from runnable import batch_of, captured, sgd, short_searches
+from runnable import batch_of, short_searches, trained
 from torch import Tensor, nn
 
 import graphir
@@ -36,18 +36,13 @@ def gpt() -> models.Example:
     return models.gpt(batch=8, layers=2, length=16, width=32, heads=2)
 
 
-def trained(example: models.Example, **options: object) -> Program:
-    return captured(example, sgd(example.model.parameters()), **options)
-
-
 def limited(program: Program, share: float) -> dict[str, int]:
     need = graphir.memory(passes.emit(program), threads=1, profile=None).peak["gpu:0"]
     return {f"gpu:{d}": int(share * need) for d in range(2)}
 
 
 def test_what_is_chosen_flows_within_the_limits_and_keeps_its_bits() -> None:
-    example = gpt()
-    program = trained(example, accumulate=4)
+    example, program = gpt(), trained(gpt, accumulate=4)
     limits = limited(program, 0.6)
     balanced = balance(program, limits, topology=SLOW, evaluations=100)
     assert balanced.flows and balanced.then.startswith("inject_copies | pipeline{limits={gpu:0: ")
@@ -69,7 +64,7 @@ def test_what_is_chosen_flows_within_the_limits_and_keeps_its_bits() -> None:
 
 
 def test_one_micro_batch_does_not_flow() -> None:
-    program = trained(gpt())
+    program = trained(gpt)
     balanced = balance(program, limited(program, 0.75), evaluations=200)
     assert balanced.then == "inject_copies" and not balanced.flows
 
@@ -77,7 +72,7 @@ def test_one_micro_batch_does_not_flow() -> None:
 def test_compile_lets_micro_batches_flow_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     short_searches(monkeypatch, 100)
     example = gpt()
-    limits = limited(trained(gpt(), accumulate=4), 0.6)
+    limits = limited(trained(gpt, accumulate=4), 0.6)
     step = graphir.compile(
         example.model,
         example.inputs,

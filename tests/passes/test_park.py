@@ -10,7 +10,7 @@ import parking
 import pytest
 import torch
 from graphir.passes.trips import Clock, Trip, two_at_a_time
-from runnable import batch_of, captured, sgd
+from runnable import batch_of, captured, trained
 from small import program_of
 
 import graphir
@@ -19,10 +19,6 @@ from graphir.errors import PassError
 from graphir.ir.device import gpu
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def trained(example: models.Example, **options: object) -> Program:
-    return captured(example, sgd(example.model.parameters()), **options)
 
 
 def lines(program: Program, by: str = "park") -> list[str]:
@@ -73,7 +69,7 @@ def test_ahead_counts_operators_of_the_device() -> None:
 
 def test_by_default_a_copy_has_time_to_cross() -> None:
     """A link to the host is slower than one to a peer, so its copies set out earlier."""
-    program = trained(models.gpt())
+    program = trained(models.gpt)
     places = []
     for to in ("gpu:1", "cpu"):
         names = [op.outputs[0] for op in passes.park(program, "layers.1.mlp.1", to).step.ops]
@@ -83,7 +79,7 @@ def test_by_default_a_copy_has_time_to_cross() -> None:
 
 
 def test_state_lives_where_it_is_parked() -> None:
-    program = trained(models.mlp())
+    program = trained(models.mlp)
     parked = passes.park(program, "**.momentum_buffer", "cpu", ahead=0)
     moved = {name for name, blob in parked.step.blobs.items() if blob.role == "state" and blob.device == "cpu:0"}
     assert moved == {name for name, blob in program.step.blobs.items() if blob.role == "state" and not blob.is_view}
@@ -100,7 +96,7 @@ def test_state_lives_where_it_is_parked() -> None:
 
 
 def test_a_parameter_comes_in_for_each_phase() -> None:
-    program = trained(models.mlp())
+    program = trained(models.mlp)
     parked = passes.park(program, "fc2.weight", 1, ahead=0)
     assert [op.phase for op in parked.step.ops if op.by == "park" and op.type == "Copy"] == [
         "forward",
@@ -202,7 +198,7 @@ def test_a_park_that_saves_little_warns() -> None:
         passes.park(program, STATE, "cpu", ahead=2)
         passes.Pipeline('park{what=["**.exp_avg"], to=cpu}')(program)
     with pytest.warns(graphir.PassWarning, match="of gpu:0, and as little on 1 other device: "):
-        passes.park(passes.replicate(trained(models.resnet()), devices=[0, 1]), "blocks[1]", "cpu")
+        passes.park(passes.replicate(trained(models.resnet), devices=[0, 1]), "blocks[1]", "cpu")
     torch.manual_seed(0)
     large = torch.nn.Sequential(*[torch.nn.Embedding(5000, 64), *[torch.nn.Linear(64, 64, False) for _ in range(4)]])
     example = models.Example(large, (torch.arange(4),), (torch.randn(4, 64),), torch.nn.functional.mse_loss)
@@ -218,7 +214,7 @@ def test_a_park_that_saves_little_warns() -> None:
 @pytest.mark.parametrize("example", [models.resnet, models.gpt], ids=["resnet", "gpt"])
 @pytest.mark.parametrize("to", ["gpu:1", "cpu"])
 def test_all_that_is_saved(example: type, to: str) -> None:
-    program = trained(example())
+    program = trained(example)
     made = parking.placed(program, passes.park(program, parking.saved(program), to, ahead=1))
     assert parking.peak(made) < 0.9 * parking.peak(program)
     parking.assert_runs_the_same(program, made, [(batch_of(example()), {})] * 2)
@@ -226,7 +222,7 @@ def test_all_that_is_saved(example: type, to: str) -> None:
 
 def test_a_plan_holds_what_its_program_says() -> None:
     """Neither receive buffers nor late frees keep on the device what is parked."""
-    program = trained(models.resnet())
+    program = trained(models.resnet)
     made = parking.placed(program, passes.park(program, "**", 1, ahead=1))
     plan = passes.emit(made, ahead=0)
     assert not any(plan.step.blobs[name].device == "gpu:0" for name in plan.buffers)
@@ -234,7 +230,7 @@ def test_a_plan_holds_what_its_program_says() -> None:
 
 
 def test_each_replica_parks_on_its_own_device() -> None:
-    program = passes.replicate(trained(models.resnet()), devices=[0, 1])
+    program = passes.replicate(trained(models.resnet), devices=[0, 1])
     parked = passes.park(program, "relu", {0: 2, "gpu:1": "gpu:3"})
     assert parked.history[-1] == "park{what=[relu], to={0: gpu:2, 1: gpu:3}}"
     away = {op.of: op.device for op in parked.step.ops if op.by == "park" and op.phase == "forward"}
@@ -248,7 +244,7 @@ def test_each_replica_parks_on_its_own_device() -> None:
 
 def test_with_shifts_recomputing_and_accumulation() -> None:
     example = models.gpt(batch=2)
-    program = trained(example, accumulate=2)
+    program = trained(models.gpt, accumulate=2, batch=2)
     made = passes.shift_modules(program, {"layers[1]": "gpu:1"})
     made = passes.recompute(made, "layers[0]")
     made = passes.park(made, "layers[1]", {1: 2}, ahead=1)
@@ -286,7 +282,7 @@ def test_random_programs() -> None:
 
 
 def test_traffic_says_why() -> None:
-    program = passes.inject_copies(passes.park(trained(models.resnet()), "blocks[1]", "cpu"))
+    program = passes.inject_copies(passes.park(trained(models.resnet), "blocks[1]", "cpu"))
     found = graphir.traffic(program)
     assert {str(reason) for copied in found.copies for reason in copied.reasons} == {"park blocks[1]: cpu:0"}
     assert not found.warnings
@@ -294,7 +290,7 @@ def test_traffic_says_why() -> None:
 
 
 def test_the_pass_round_trips() -> None:
-    program = trained(models.resnet())
+    program = trained(models.resnet)
     parked = passes.park(program, ["relu", "blocks[1]"], "cpu", ahead=3)
     assert parked.history == ('park{what=[relu, "blocks[1]"], to=cpu:0, ahead=3}',)
     assert passes.Pipeline(parked.history[0])(program) == parked
@@ -320,7 +316,7 @@ def test_the_pass_round_trips() -> None:
     ],
 )
 def test_refusals(what: str, to: object, message: str) -> None:
-    program = trained(models.resnet())
+    program = trained(models.resnet)
     with pytest.raises(PassError) as refused:
         passes.park(program, what, to)
     assert str(refused.value).startswith(message)
@@ -328,7 +324,7 @@ def test_refusals(what: str, to: object, message: str) -> None:
 
 def test_a_device_that_parks_on_itself_is_refused() -> None:
     with pytest.raises(PassError, match="gpu:0 is where it is already\n  fix  give another device"):
-        passes.park(trained(models.resnet()), "relu", {0: 0})
+        passes.park(trained(models.resnet), "relu", {0: 0})
 
 
 def test_what_was_put_in_place_is_refused() -> None:
@@ -348,7 +344,7 @@ def test_state_that_is_not_alone_or_not_used_is_refused() -> None:
 
 
 def test_what_is_not_on_a_device_that_parks_is_left() -> None:
-    program = passes.replicate(trained(models.resnet()), devices=[0, 1])
+    program = passes.replicate(trained(models.resnet), devices=[0, 1])
     parked = passes.park(program, ["relu", "blocks[1]"], {1: "cpu"})
     assert {prefix for op in parked.step.ops if op.by == "park" for prefix in [op.of.partition("/")[0]]} == {"gpu_1"}
     with pytest.raises(PassError) as refused:
@@ -365,7 +361,7 @@ def test_emit_refuses_a_look_ahead_that_is_none() -> None:
     with pytest.raises(
         PassError, match=r"ahead=-1 is no number of operators\n  fix  give a whole number, 8 by default"
     ):
-        passes.emit(trained(models.mlp()), ahead=-1)
+        passes.emit(trained(models.mlp), ahead=-1)
 
 
 def test_a_lookup_takes_as_long_as_the_rows_that_it_reads() -> None:

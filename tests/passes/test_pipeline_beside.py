@@ -8,7 +8,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from micro import assert_same, captured, mlp, steps
+from micro import assert_same, captured, captured_gpt, captured_mlp, mlp, steps
 
 import graphir
 from graphir import passes
@@ -18,17 +18,16 @@ PARTS = 4
 SECOND: Mapping[str, Any] = {"layers[2:4]": 1, "norm": 1}
 
 
-def gpt(**options: Any) -> Program:
-    """Four micro-batches of a GPT whose head shares the embedding's weight."""
+def gpt_with(**options: Any) -> Program:
     return captured(models.gpt(batch=8, layers=4), PARTS, **options)
 
 
 def with_dropout() -> Program:
-    return captured(models.gpt(batch=8, layers=4, dropout=0.2), PARTS)
+    return captured_gpt(dropout=0.2)
 
 
 def scaled() -> Program:
-    return gpt(loss_scale=torch.amp.GradScaler("cpu", init_scale=8.0), clip_grad_norm=0.5)
+    return gpt_with(loss_scale=torch.amp.GradScaler("cpu", init_scale=8.0), clip_grad_norm=0.5)
 
 
 def halves(program: Program) -> Program:
@@ -58,14 +57,14 @@ def side_by_side(program: Program) -> Program:
 
 
 CASES: dict[str, tuple[Callable[[], Program], Callable[[Program], Program]]] = {
-    "tied weights": (gpt, halves),
+    "tied weights": (captured_gpt, halves),
     "dropout": (with_dropout, interleaved),
     "a GradScaler and clipping": (scaled, halves),
-    "clipping by value": (lambda: gpt(clip_grad_value=0.01), interleaved),
-    "parked on the host": (gpt, parked),
+    "clipping by value": (lambda: gpt_with(clip_grad_value=0.01), interleaved),
+    "parked on the host": (captured_gpt, parked),
     "recomputed": (with_dropout, recomputed),
-    "parked on a peer, and recomputed": (gpt, both),
-    "replicas that park": (gpt, side_by_side),
+    "parked on a peer, and recomputed": (captured_gpt, both),
+    "replicas that park": (captured_gpt, side_by_side),
 }
 
 
@@ -91,18 +90,16 @@ def test_values_and_limits_are_kept_beside(name: str) -> None:
 
 
 def test_what_is_parked_does_not_come_back_before_it_is_due() -> None:
-    before = passes.inject_copies(parked(captured(models.gpt(batch=64, layers=4), PARTS)))
-    without = passes.inject_copies(halves(captured(models.gpt(batch=64, layers=4), PARTS)))
-    peaks = [
-        graphir.memory(passes.emit(passes.pipeline(program, "gpipe"))).peak["gpu:0"] for program in (before, without)
-    ]
+    program = captured_gpt(batch=64)
+    placed = [passes.inject_copies(place(program)) for place in (parked, halves)]
+    peaks = [graphir.memory(passes.emit(passes.pipeline(each, "gpipe"))).peak["gpu:0"] for each in placed]
     assert peaks[0] < peaks[1]
 
 
 def test_copies_of_an_ordered_program_are_issued_where_they_stand() -> None:
-    flowing = passes.pipeline(passes.inject_copies(passes.shift_modules(captured(mlp(), PARTS), {"[3:6]": 1})))
+    plain = passes.inject_copies(passes.shift_modules(captured_mlp(), {"[3:6]": 1}))
+    flowing = passes.pipeline(plain)
     assert passes.emit(flowing) == passes.emit(flowing, ahead=0) != passes.emit(flowing, ahead=8)
-    plain = passes.inject_copies(passes.shift_modules(captured(mlp(), PARTS), {"[3:6]": 1}))
     assert passes.emit(plain) == passes.emit(plain, ahead=8) != passes.emit(plain, ahead=0)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from micro import assert_same, captured, mlp, steps
+from micro import assert_same, captured, captured_mlp, captured_resnet, mlp, steps
 from torch import nn
 
 import graphir
@@ -27,7 +27,7 @@ SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
 @cache
 def half(parts: int = 4) -> Program:
     """An MLP whose second half is on gpu:1."""
-    return passes.inject_copies(passes.shift_modules(captured(mlp(), parts), {"[3:6]": 1}))
+    return passes.inject_copies(passes.shift_modules(captured_mlp(parts), {"[3:6]": 1}))
 
 
 def seconds(program: Program) -> float:
@@ -231,7 +231,7 @@ def test_zero_bubble_takes_about_what_1f1b_takes_on_its_fullest_device() -> None
 
 
 def test_replicas_are_pipelines_side_by_side() -> None:
-    program = passes.replicate(captured(mlp(), 4), [0, 1])
+    program = passes.replicate(captured_mlp(), [0, 1])
     moved = passes.inject_copies(passes.shift_modules(program, {"[3:6]": {0: 2, 1: 3}}))
     for name in SCHEDULES:
         after = passes.pipeline(moved, name)  # type: ignore[arg-type]
@@ -247,7 +247,7 @@ def test_in_flight_bounds_what_a_device_has_begun() -> None:
 
 
 def test_a_training_batch_norm_holds_no_micro_batches_together() -> None:
-    program = captured(models.resnet(batch=16), 4)
+    program = captured_resnet()
     backward = [op for op in program.step.ops if op.type == "aten.native_batch_norm_backward.default"]
     assert backward and all("running" not in name for op in backward for name in op.inputs)
     moved = passes.inject_copies(passes.shift_modules(program, {"blocks": 1, "fc": 1}))
@@ -272,7 +272,7 @@ def with_running_statistics(program: Program) -> Program:
 
 
 def test_what_holds_micro_batches_together_is_named() -> None:
-    program = captured(models.resnet(batch=16), 4)
+    program = captured_resnet()
     earlier = with_running_statistics(program)
     assert graphir.certify(earlier, program).holds  # what is not read is no part of a value
     moved = passes.inject_copies(passes.shift_modules(earlier, {"blocks": 1, "fc": 1}))
@@ -292,24 +292,24 @@ def test_its_text_is_read_back() -> None:
 
 REFUSED: list[tuple[Callable[[], Program], dict[str, Any], str]] = [
     (
-        lambda: passes.inject_copies(passes.shift_modules(captured(mlp(), 1), {"[3:6]": 1})),
+        lambda: passes.inject_copies(passes.shift_modules(captured_mlp(1), {"[3:6]": 1})),
         {},
         "pipeline: program 'sequential' has one micro-batch: there is nothing to overlap\n"
         "  fix  capture it with accumulate=4, or as many micro-batches as you like",
     ),
     (
-        lambda: captured(mlp(), 4),
+        lambda: captured_mlp(),
         {},
         "pipeline: program 'sequential' has all layers of a replica on one device: there is nothing to overlap\n"
         "  fix  run shift_modules or shift_activations, then inject_copies, before pipeline",
     ),
     (
-        lambda: passes.replicate(captured(mlp(), 4), [0, 1]),
+        lambda: passes.replicate(captured_mlp(), [0, 1]),
         {},
         "pipeline: program 'sequential' has all layers of a replica on one device: there is nothing to overlap",
     ),
     (
-        lambda: passes.shift_modules(captured(mlp(), 4), {"[3:6]": 1}),
+        lambda: passes.shift_modules(captured_mlp(), {"[3:6]": 1}),
         {},
         "pipeline: program 'sequential' has no copies between its devices: its order is that of the operators and the "
         "copies\n"

@@ -13,7 +13,7 @@ from graphir.passes.micro_work import Work
 from graphir.passes.pipeline_needs import needs_of
 from graphir.passes.plan_figures import PlanFigures
 from graphir.passes.plan_seconds import PlanSeconds
-from micro import captured, mlp
+from micro import captured, captured_gpt, captured_mlp, captured_resnet
 
 import graphir
 from graphir import passes
@@ -22,8 +22,9 @@ from graphir.analysis.scratch import is_called
 from graphir.ir.program import Program
 
 
-def gpt(**options: object) -> Program:
-    return captured(models.gpt(batch=8, layers=4), 4, **options)
+def clipped() -> Program:
+    scaler = torch.amp.GradScaler("cpu")
+    return captured(models.gpt(batch=8, layers=4), 4, clip_grad_norm=0.5, loss_scale=scaler)
 
 
 def halves(program: Program) -> Program:
@@ -39,11 +40,11 @@ def side_by_side(program: Program) -> Program:
 
 
 CASES: dict[str, Callable[[], Program]] = {
-    "clipped": lambda: halves(gpt(clip_grad_norm=0.5, loss_scale=torch.amp.GradScaler("cpu"))),
-    "parked and recomputed": lambda: parked(gpt()),
-    "replicas": lambda: side_by_side(gpt()),
-    "convolutions": lambda: passes.shift_modules(captured(models.resnet(batch=16), 4), {"blocks": 1, "fc": 1}),
-    "short": lambda: passes.shift_modules(captured(mlp(), 4), {"[1]": 1, "[4]": 2}),
+    "clipped": lambda: halves(clipped()),
+    "parked and recomputed": lambda: parked(captured_gpt()),
+    "replicas": lambda: side_by_side(captured_gpt()),
+    "convolutions": lambda: passes.shift_modules(captured_resnet(), {"blocks": 1, "fc": 1}),
+    "short": lambda: passes.shift_modules(captured_mlp(), {"[1]": 1, "[4]": 2}),
 }
 
 

@@ -9,7 +9,7 @@ import nets
 import parking
 import pytest
 import torch
-from runnable import batch_of, captured, sgd
+from runnable import batch_of, sgd, step_of, trained
 from small import program_of
 from torch.utils.checkpoint import checkpoint
 
@@ -20,16 +20,12 @@ from graphir.errors import PassError
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def trained(example: models.Example, **options: object) -> Program:
-    return captured(example, sgd(example.model.parameters()), **options)
-
-
 def repeated(program: Program) -> list[str]:
     return [op.of for op in program.step.ops if op.by == "recompute" and op.of]
 
 
 def test_whole_chains_are_repeated_late_from_what_is_kept() -> None:
-    program = trained(models.resnet())
+    program = trained(models.resnet)
     made = passes.recompute(program, ["blocks.0.relu"])
     ops = made.step.ops
     at = [i for i, op in enumerate(ops) if op.by == "recompute"]
@@ -42,7 +38,7 @@ def test_whole_chains_are_repeated_late_from_what_is_kept() -> None:
 
 
 def test_a_batch_norm_is_repeated_without_its_statistics() -> None:
-    made = passes.recompute(trained(models.resnet()), ["relu"])
+    made = passes.recompute(trained(models.resnet), ["relu"])
     again = next(op for op in made.step.ops if op.of == "bn1" and op.by == "recompute")
     assert again.inputs == ("conv1", "bn1.weight", "bn1.bias")
     assert (again.operands, again.effects.writes, again.args["training"]) == ("ttt__", (), True)
@@ -50,8 +46,7 @@ def test_a_batch_norm_is_repeated_without_its_statistics() -> None:
 
 def test_random_numbers_are_drawn_again() -> None:
     """Dropout's mask is not kept, and the same when it is made again."""
-    example = models.gpt(dropout=0.5)
-    program = trained(example)
+    example, program = models.gpt(dropout=0.5), trained(models.gpt, dropout=0.5)
     made = parking.placed(program, passes.recompute(program, "layers.*"))
     seeds = [op.seed for op in made.step.ops if op.by == "recompute" and op.seed is not None]
     assert seeds
@@ -87,7 +82,7 @@ def test_random_numbers_are_drawn_again_into_new_memory() -> None:
     torch.manual_seed(0)
     x = torch.randn(256, 8)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), *map(Noisy, NOISES.values()))
-    program = trained(models.Example(model, (x,), (x,), torch.nn.functional.mse_loss))
+    program = step_of(models.Example(model, (x,), (x,), torch.nn.functional.mse_loss))
     again = passes.recompute(program, f"[1:{len(model)}]")
     drawn = {op.of: op for op in again.step.ops if op.by == "recompute" and op.seed is not None}
     assert {op.module for op in drawn.values()} == {str(n + 1) for n in range(len(NOISES))}
@@ -175,19 +170,19 @@ def test_the_bits_are_those_of_a_checkpoint() -> None:
     ("example", "modules"), [(models.resnet, "blocks.*"), (models.gpt, "layers.*")], ids=["resnet", "gpt"]
 )
 def test_memory_falls(example: Callable[[], models.Example], modules: str) -> None:
-    program = trained(example())
+    program = trained(example)
     made = parking.placed(program, passes.recompute(program, modules))
     assert parking.peak(made) < 0.9 * parking.peak(program)
     parking.assert_runs_the_same(program, made, [(batch_of(example()), {})] * 2)
 
 
 def test_of_a_module_what_others_read_is_kept() -> None:
-    made = passes.recompute(trained(models.gpt()), "layers.*")
+    made = passes.recompute(trained(models.gpt), "layers.*")
     assert not {"layers.0", "layers.1", "add"} & set(repeated(made))
 
 
 def test_where_the_forward_ran() -> None:
-    program = trained(models.gpt())
+    program = trained(models.gpt)
     shifted = passes.shift_modules(program, {"layers[1]": "gpu:1"})
     made = passes.recompute(shifted, "layers.*")
     devices = {op.of: op.device for op in made.step.ops if op.by == "recompute" and op.of}
@@ -221,7 +216,7 @@ def test_random_programs() -> None:
 
 
 def test_the_pass_round_trips() -> None:
-    program = trained(models.resnet())
+    program = trained(models.resnet)
     made = passes.recompute(program, ["relu", "blocks.*"])
     assert made.history == ('recompute{what=[relu, "blocks.*"]}',)
     assert passes.Pipeline(made.history[0])(program) == made
@@ -272,5 +267,5 @@ def test_what_mutates_is_refused() -> None:
 )
 def test_refusals(what: str, message: str) -> None:
     with pytest.raises(PassError) as refused:
-        passes.recompute(trained(models.resnet()), what)
+        passes.recompute(trained(models.resnet), what)
     assert str(refused.value).startswith(message)

@@ -10,7 +10,7 @@ import models
 import pytest
 import torch
 from eager import assert_same_bits
-from runnable import batch_of, captured, sgd
+from runnable import batch_of, step_of, trained
 from torch import nn
 
 import graphir
@@ -53,12 +53,8 @@ def places(program: Program, module: str) -> set[Device]:
     }
 
 
-def trained(example: models.Example) -> Program:
-    return captured(example, sgd(example.model.parameters()))
-
-
 def test_everything_of_a_module_moves() -> None:
-    program = shifted(trained(models.mlp()), {"fc2": "gpu:1"})
+    program = shifted(trained(models.mlp), {"fc2": "gpu:1"})
     assert places(program, "fc2") == {"gpu:1"}
     assert places(program, "fc1") == {"gpu:0"}
     blobs = program.step.blobs
@@ -68,14 +64,14 @@ def test_everything_of_a_module_moves() -> None:
 
 
 def test_the_loss_and_its_targets_go_along_behind_the_last_module() -> None:
-    program = shifted(trained(models.mlp()), {"fc2": "gpu:1"})
+    program = shifted(trained(models.mlp), {"fc2": "gpu:1"})
     assert places(program, "loss") == {"gpu:1"}
     assert program.step.blobs["target"].device == "gpu:1"
     assert copies(program) == [("relu", "gpu:0", "gpu:1"), ("relu_grad", "gpu:1", "gpu:0")]
 
 
 def test_layer4_of_a_resnet50() -> None:
-    program = shifted(trained(models.resnet50(batch=8, image=64)), {"layer4": "gpu:1"})
+    program = shifted(trained(models.resnet50, batch=8, image=64), {"layer4": "gpu:1"})
     assert places(program, "layer4") == {"gpu:1"}
     assert places(program, "layer3") == {"gpu:0"}
     assert copied(program) <= 2 * MIB
@@ -85,7 +81,7 @@ def test_layer4_of_a_resnet50() -> None:
 def test_the_later_blocks_of_a_transformer_cross_once_and_come_back_once() -> None:
     example = models.gpt(layers=4)
     example.model.head.weight = nn.Parameter(example.model.head.weight.detach().clone())  # type: ignore[union-attr]
-    program = trained(example)
+    program = step_of(example)
     stream = dense_nbytes(program.step.blobs["layers.1"], program.dims)
     later = shifted(program, {"layers[2:]": 1, "norm": 1, "head": 1})
     assert [(a, b) for _, a, b in copies(later)] == [("gpu:0", "gpu:1"), ("gpu:1", "gpu:0")]
@@ -93,7 +89,7 @@ def test_the_later_blocks_of_a_transformer_cross_once_and_come_back_once() -> No
 
 
 def test_each_replica_has_its_own_target() -> None:
-    program = passes.replicate(trained(models.mlp()), devices=[0, 1])
+    program = passes.replicate(trained(models.mlp), devices=[0, 1])
     result = shifted(program, {"fc2": {0: 2, "gpu:1": "gpu:3"}})
     blobs = result.step.blobs
     assert (blobs["gpu_0/fc2.weight"].device, blobs["gpu_1/fc2.weight"].device) == ("gpu:2", "gpu:3")
@@ -105,7 +101,7 @@ def test_each_replica_has_its_own_target() -> None:
 
 
 def test_several_targets_in_one_call() -> None:
-    program = shifted(trained(models.gpt(layers=4)), {"layers[1]": 1, "layers[2]": "gpu:2", "layers[3]": 3})
+    program = shifted(trained(models.gpt, layers=4), {"layers[1]": 1, "layers[2]": "gpu:2", "layers[3]": 3})
     for i in range(4):
         assert places(program, f"layers.{i}") == {f"gpu:{i}"}
 
@@ -391,8 +387,7 @@ def test_a_penalty_on_gradients_follows_what_it_differentiates() -> None:
 )
 def test_sessions_give_the_same_bits(example: Callable[[], models.Example], modules: dict[str, Any]) -> None:
     def state_after(place: Callable[[Program], Program]) -> dict[str, torch.Tensor]:
-        case = example()
-        program = trained(case)
+        case, program = example(), trained(example)
         with runtime.Session(passes.emit(place(program)), program.state, binding="cpu") as session:
             for _ in range(2):
                 session.step(*batch_of(case))
@@ -402,7 +397,7 @@ def test_sessions_give_the_same_bits(example: Callable[[], models.Example], modu
 
 
 def test_moved_modules_can_move_again() -> None:
-    program = trained(models.mlp())
+    program = trained(models.mlp)
     once = passes.shift_modules(program, {"fc2": 1})
     assert passes.shift_modules(once, {"fc2": 0}).step.blobs["fc2.weight"].device == "gpu:0"
     twice = shifted(once, {"fc2": {1: 2}})
@@ -410,7 +405,7 @@ def test_moved_modules_can_move_again() -> None:
 
 
 def test_the_text_of_a_pass_is_read_back() -> None:
-    program = trained(models.gpt(layers=4))
+    program = trained(models.gpt, layers=4)
     moved = passes.shift_modules(program, {"layers[2:4]": 1, "head": {0: 2}})
     (text,) = moved.history
     assert text == 'shift_modules{modules={"layers[2:4]": gpu:1, head: {gpu:0: gpu:2}}}'
@@ -432,7 +427,7 @@ def test_the_text_of_a_pass_is_read_back() -> None:
     ],
 )
 def test_what_is_no_target_is_refused(modules: Any, message: str) -> None:
-    program = trained(models.mlp())
+    program = trained(models.mlp)
     before = str(program)
     with pytest.raises(PassError, match=message):
         passes.shift_modules(program, modules)

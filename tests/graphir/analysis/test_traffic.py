@@ -12,7 +12,7 @@ import pytest
 import torch
 from graphir.runtime import Session
 from graphir.runtime.executors.reference import Reference
-from runnable import batch_of, captured, setting_of, sgd, spread
+from runnable import batch_of, captured, setting_of, spread, trained
 from small import program_of, two_layers
 
 import graphir
@@ -29,11 +29,6 @@ def shifted() -> Program:
     return passes.shift_activations(two_layers(), ["relu", "fc2", "loss"], shifts={0: 1})
 
 
-def trained(example: models.Example) -> Program:
-    """The training step of an example, with momentum SGD."""
-    return captured(example, sgd(example.model.parameters()))
-
-
 def by_blob(found: Traffic) -> dict[str, Copied]:
     return {copied.blob: copied for copied in found.copies}
 
@@ -43,14 +38,14 @@ def test_text(golden: Callable[[str, str], None]) -> None:
 
 
 def test_text_of_a_residual_net(golden: Callable[[str, str], None]) -> None:
-    program = passes.replicate(trained(models.resnet50(batch=8, image=64)), devices=[0, 1])
+    program = passes.replicate(trained(models.resnet50, batch=8, image=64), devices=[0, 1])
     moved = passes.shift_modules(program, {"layer4": {0: 2, 1: 3}, "fc": {0: 2, 1: 3}})
     golden("traffic.resnet50", str(traffic(passes.inject_copies(moved))))
 
 
 def test_text_of_a_language_model(golden: Callable[[str, str], None]) -> None:
     """Cut after its second layer; the head shares the weight of the embedding."""
-    moved = passes.shift_modules(trained(models.gpt(layers=4)), {"layers[2:4]": 1, "norm": 1, "head": 1})
+    moved = passes.shift_modules(trained(models.gpt, layers=4), {"layers[2:4]": 1, "norm": 1, "head": 1})
     golden("traffic.gpt", str(traffic(passes.inject_copies(moved))))
 
 
@@ -68,7 +63,7 @@ def test_each_copy_has_its_bytes_ends_and_first_reader() -> None:
 
 
 def test_totals_by_link_and_kind_are_sums_of_the_copies() -> None:
-    found = traffic(spread(trained(models.gpt())))
+    found = traffic(spread(trained(models.gpt)))
     links: Counter[tuple[str, str]] = Counter()
     kinds: Counter[str] = Counter()
     for copied in found.copies:
@@ -146,24 +141,24 @@ def test_sizes_that_are_not_known_are_not_counted() -> None:
 
 
 def test_what_several_devices_reduce_is_listed_apart() -> None:
-    program = passes.replicate(trained(models.mlp()), devices=[0, 1])
+    program = passes.replicate(trained(models.mlp), devices=[0, 1])
     found = traffic(program)
     reduced = sum(p.numel() * 4 for p in models.mlp().model.parameters())
     assert not found.copies
     assert [(r.devices, r.nbytes, r.kind) for r in found.reduced] == [(("gpu:0", "gpu:1"), reduced, "gradient")]
     assert f"reduced over gpu:0, gpu:1: {reduced / 1024:.1f} KiB of gradients" in str(found)
-    assert not traffic(passes.replicate(trained(models.mlp()), devices=[0])).reduced
+    assert not traffic(passes.replicate(trained(models.mlp), devices=[0])).reduced
 
 
 def test_json_round_trip() -> None:
-    found = traffic(spread(trained(models.gpt())))
+    found = traffic(spread(trained(models.gpt)))
     assert found.warnings
     assert Traffic.model_validate_json(found.to_json()) == found
     assert json.loads(found.to_json())["copies"][0]["kind"] == found.copies[0].kind
 
 
 def test_a_plan_and_its_program_have_the_same_traffic() -> None:
-    program = spread(trained(models.resnet()))
+    program = spread(trained(models.resnet))
     assert traffic(passes.emit(program)) == traffic(program)
 
 
@@ -190,8 +185,7 @@ def links_of(found: Traffic) -> dict[tuple[str, str], float]:
 
 @pytest.mark.parametrize("make", [models.mlp, models.resnet, models.gpt], ids=lambda make: make.__name__)
 def test_a_report_has_the_bytes_that_are_listed(make: Callable[[], models.Example]) -> None:
-    example = make()
-    program = spread(trained(example))
+    example, program = make(), spread(trained(make))
     batch = [torch.cat([tensor, tensor]) for tensor in batch_of(example)]  # a share for each replica
     with Session(passes.emit(program), program.state) as session, session.measured():
         session.step(*batch)
@@ -256,7 +250,7 @@ def test_long_names_fit_eighty_columns() -> None:
 
 
 def test_equal_copies_of_replicas_and_layers_are_one_entry() -> None:
-    program = trained(models.gpt(layers=6))
+    program = trained(models.gpt, layers=6)
     program = passes.replicate(program, devices=[0, 1])
     moved = [f"layers.{i}.mlp.1" for i in range(6)]
     program = passes.inject_copies(passes.shift_activations(program, moved, shifts={0: 2, 1: 3}))

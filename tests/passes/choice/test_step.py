@@ -12,7 +12,7 @@ from graphir.passes.choice.groups import Reading, Wanted
 from graphir.passes.choice.step import Step
 from graphir.passes.choice.tasks import Tasks
 from graphir.passes.saved import uses_of
-from runnable import captured, sgd
+from runnable import trained
 
 import graphir
 from graphir import Program, passes
@@ -20,23 +20,19 @@ from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import gpu
 
 
-def trained(example: models.Example, **options: object) -> Program:
-    return captured(example, sgd(example.model.parameters()), **options)
-
-
 def moved() -> Program:
     """One on both sides of another device, with what overwrites buffers."""
-    program = trained(models.resnet(blocks=4, dropout=0.1))
+    program = trained(models.resnet, blocks=4, dropout=0.1)
     chosen = passes.find_activations(program)
     return passes.shift_activations(program, chosen[3:9], {0: 1})
 
 
 PROGRAMS: dict[str, Callable[[], Program]] = {
-    "gpt": lambda: trained(models.gpt(layers=3, dropout=0.1)),
-    "resnet": lambda: trained(models.resnet(blocks=4)),
+    "gpt": lambda: trained(models.gpt, layers=3, dropout=0.1),
+    "resnet": lambda: trained(models.resnet, blocks=4),
     "moved": moved,
-    "replicas": lambda: passes.replicate(trained(models.gpt()), [0, 1]),
-    "micro-batches": lambda: trained(models.resnet(), accumulate=2),
+    "replicas": lambda: passes.replicate(trained(models.gpt), [0, 1]),
+    "micro-batches": lambda: trained(models.resnet, accumulate=2),
     "forward": lambda: graphir.capture(models.mlp().model, models.mlp().inputs),
 }
 

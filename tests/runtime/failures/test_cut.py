@@ -11,18 +11,13 @@ import pytest
 import torch
 from graphir.runtime.failures.cut import Cut, cheapest_cut
 from graphir.runtime.failures.faults import fault
-from runnable import captured, forward_plan, sgd
+from runnable import forward_plan, step_of, trained
 from torch import nn
 
 import graphir
 from graphir import passes
 from graphir.ir.device import gpu
 from graphir.ir.plan import Plan
-from graphir.ir.program import Program
-
-
-def trained(example: models.Example) -> Program:
-    return captured(example, sgd(example.model.parameters()))
 
 
 def layers(count: int = 8, width: int = 128, batch: int = 64) -> models.Example:
@@ -53,14 +48,14 @@ def cut(plan: Plan, room: int | None = None) -> Cut:
 
 
 def test_equal_layers_are_cut_in_the_middle() -> None:
-    found = cut(passes.emit(trained(layers())))
+    found = cut(passes.emit(trained(layers)))
     assert found.modules == ("[8:16]",)
     assert found.copied == 2 * 64 * 128 * 4  # an activation there, its gradient back
     assert found.after < 0.6 * found.before
 
 
 def test_containers_that_move_as_a_whole_are_named_once() -> None:
-    modules = cut(passes.emit(trained(models.gpt(layers=6)))).modules
+    modules = cut(passes.emit(trained(models.gpt, layers=6))).modules
     assert modules[-2:] == ("norm", "head")
     assert re.fullmatch(r"layers\[\d:6\]", modules[-3])
 
@@ -72,20 +67,20 @@ def test_a_cut_is_where_little_crosses() -> None:
     made = [nn.Linear(a, b) for a, b in pairwise(widths)]
     x = torch.randn(8, 64)
     example = models.Example(nn.Sequential(*made), (x,), (torch.zeros(8, 64),), nn.functional.mse_loss)
-    found = cut(passes.emit(trained(example)))
+    found = cut(passes.emit(step_of(example)))
     assert found.modules == ("[5:8]",) and found.copied == 2 * 8 * 2 * 4
 
 
 def test_a_shared_weight_crosses_and_is_counted() -> None:
     """The head of this model shares the weight of its embedding."""
     example = models.gpt(layers=2)
-    found = cut(passes.emit(trained(example)))
+    found = cut(passes.emit(step_of(example)))
     weight = example.model.get_parameter("token.weight")
     assert found.copied >= 2 * weight.numel() * 4
 
 
 def test_cuts_that_leave_too_much_are_taken_only_where_there_are_no_others() -> None:
-    plan = passes.emit(trained(models.resnet(blocks=6, channels=8)))
+    plan = passes.emit(trained(models.resnet, blocks=6, channels=8))
     free, tight = cut(plan), cut(plan, room=graphir.memory(plan).peak["gpu:0"] * 2 // 3)
     assert tight.after <= graphir.memory(plan).peak["gpu:0"] * 2 // 3
     assert tight.after <= free.after
@@ -108,16 +103,16 @@ def test_a_model_whose_parameters_are_all_its_own_has_no_cut() -> None:
             return (x @ self.w + x @ self.v).tanh()
 
     x = torch.randn(64, 8)
-    plan = passes.emit(trained(models.Example(Alone(), (x,), (x,), nn.functional.mse_loss)))
+    plan = passes.emit(step_of(models.Example(Alone(), (x,), (x,), nn.functional.mse_loss)))
     assert cut_of(plan) is None
     assert "give a smaller batch" in at_the_peak(plan)
 
 
 def test_one_more_device_takes_what_no_other_has_room_for() -> None:
-    plan = passes.emit(passes.replicate(trained(layers()), devices=[0, 1]))
+    plan = passes.emit(passes.replicate(trained(layers), devices=[0, 1]))
     call = r"shift_modules\(program, \{'\[\d+:16\]': \{0: 2\}\}\)"
     assert re.search(f"{call}, with gpu:2 bound to memory of its own", at_the_peak(plan))
-    spread = passes.shift_modules(passes.replicate(trained(layers()), devices=[0, 1]), {"[14:16]": {0: 2}})
+    spread = passes.shift_modules(passes.replicate(trained(layers), devices=[0, 1]), {"[14:16]": {0: 2}})
     relieved = at_the_peak(passes.emit(passes.inject_copies(spread)))
     assert re.search(call.replace("16", "14") + r" \(predicted", relieved)
 
@@ -132,7 +127,7 @@ def test_one_more_device_takes_what_no_other_has_room_for() -> None:
     ids=["mlp", "gpt", "resnet"],
 )
 def test_the_call_that_is_named_does_what_is_predicted(make: Callable[[], models.Example]) -> None:
-    program = trained(make())
+    program = trained(make)
     plan = passes.emit(program)
     said = at_the_peak(plan)
     call = re.search(r"shift_modules\(program, \{.*?\}\)", said)
