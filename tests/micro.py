@@ -20,9 +20,9 @@ def captured(example: models.Example, parts: int, **options: Any) -> Program:
     return runnable.step_of(example, accumulate=parts, **options)
 
 
-def captured_gpt(dropout: float = 0.0, batch: int = 8) -> Program:
+def captured_gpt(layers: int = 4, *, dropout: float = 0.0, batch: int = 8) -> Program:
     """Four micro-batches of a GPT whose head shares the embedding's weight."""
-    return runnable.trained(models.gpt, 4, batch=batch, layers=4, dropout=dropout)
+    return runnable.trained(models.gpt, 4, batch=batch, layers=layers, dropout=dropout)
 
 
 def captured_mlp(parts: int = 4) -> Program:
@@ -48,4 +48,4 @@ def assert_same(before: Program, after: Program) -> None:
 def steps(program: Program, executor: str, inputs: tuple[torch.Tensor, ...]) -> tuple[list[Any], dict[str, Any]]:
     plan = passes.emit(passes.share_storage(program))
     with runtime.Session(plan, program.state, binding="cpu", executor=executor, threads=1) as session:
-        return [session.step(*inputs) for _ in range(3)], session.state()
+        return [session.step(*inputs) for _ in range(2)], session.state()

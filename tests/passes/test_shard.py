@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from graphir.ir.names import prefix_of
 CONFIG = Config()
 
 
+@cache
 def captured(config: Config = CONFIG, optimizer: Any = torch.optim.SGD, rows: int = 4, **options: Any) -> Program:
     torch.manual_seed(0)
     model = Dlrm(config)
