@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,16 @@ def captured(
     )
 
 
-def ranker(parts: int, rows: int = 4, loss: Callable[..., Tensor] = mse) -> tuple[Ranker, Program]:
+def ranker(parts: int, loss: Callable[..., Tensor] = mse) -> tuple[Ranker, Program]:
+    """A model of its own, and the program of its step, which all tests share."""
     torch.manual_seed(0)
-    model = Ranker()
-    return model, captured(model, parts, ranking(rows * parts, 0), loss=loss)
+    return Ranker(), program_of_ranker(parts, loss)
+
+
+@cache
+def program_of_ranker(parts: int, loss: Callable[..., Tensor]) -> Program:
+    torch.manual_seed(0)
+    return captured(Ranker(), parts, ranking(4 * parts, 0), loss=loss)
 
 
 def placed(program: Program, placement: Mapping[str, Any], devices: Sequence[int], **options: Any) -> Program:
