@@ -10,7 +10,8 @@ Each order is judged as a plan: by the bytes that the plan holds, and by the sec
                        |           the limits: the levels below are tried
 
 All multiples of some limits have the same levels. So what is tried within some limits is tried within their multiples,
-too, and larger limits make no longer step.
+too, and larger limits make no longer step. Where nothing of that keeps within the limits, a schedule looks for an order
+within the limits themselves.
 
 Steps of more than 2,048 operators have no levels: a schedule looks for an order within the limits themselves, and
 within less where its plan exceeds them. Of these steps, zero bubble's order within its default limits is left out if
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Final, NamedTuple
 
 from .list_schedule import ROUNDING, Beaten, Schedule
@@ -131,28 +133,37 @@ class Within:
         if not self.count:
             yield from self.of_a_large_step()
             return
-        own = self.own()
-        levels = self.levels([self.judge.of(order).peaks for order in own])
-        yield from sorted(own, key=lambda order: self.judge.of(order).seconds)
-        for level in levels:
+        schedules = list(dict.fromkeys((self.schedule, "1f1b")))
+        own = {name: self.own(name) for name in schedules}
+        levels = {name: self.levels([self.judge.of(order).peaks for order in own[name]]) for name in schedules}
+        yield from sorted(own[self.schedule], key=lambda order: self.judge.of(order).seconds)
+        for level in sorted(set().union(*levels.values()), reverse=True):
             limits = [None if limit is None else math.ceil(level * limit * ROUNDING) for limit in self.most]
-            for schedule in dict.fromkeys((self.schedule, "1f1b")):
-                if not self.orders.is_same(schedule, limits, self.since):
-                    yield from _orders(self.orders.found(schedule, limits, beaten=self.beaten))
+            for name in schedules:
+                if level in levels[name] and not self.orders.is_same(name, limits, self.since):
+                    yield from _orders(self.orders.found(name, limits, beaten=self.beaten))
+        if self.best is None:
+            for name in schedules:
+                yield from self.tightened(name)
 
-    def own(self) -> list[Sequence[int]]:
-        """The orders that do not depend on the limits; first that of the schedule that was asked for."""
-        orders, schedule = self.orders, self.schedule
-        found = [orders.unbeaten(schedule), orders.unbeaten("1f1b"), orders.found("1f1b", in_flight=1)]
+    def own(self, schedule: str) -> list[Sequence[int]]:
+        """The orders that do not depend on the limits; first that of the schedule."""
+        orders = self.orders
+        found = [orders.unbeaten(schedule), orders.unbeaten("1f1b"), self.alone]
         if schedule == "zero_bubble":
             found += [orders.within_1f1b(), orders.plain, orders.unbeaten("gpipe")]
         return [*[order for one in found for order in _orders(one)], one_after_the_other(self.work)]
 
+    @cached_property
+    def alone(self) -> Schedule | None:
+        """1F1B with one micro-batch in flight."""
+        return self.orders.found("1f1b", in_flight=1)
+
     def levels(self, own: Sequence[Mapping[str, int]]) -> list[float]:
-        """The levels up to the limits, as shares of these, the largest first.
+        """The levels of a schedule up to the limits, as shares of these.
 
         Args:
-            own: peaks of own orders, first those of the schedule that was asked for.
+            own: peaks of own orders, first those of the schedule.
         """
 
         def share(peaks: Mapping[str, int]) -> float:
@@ -162,7 +173,7 @@ class Within:
         shares = [share(peaks) for peaks in own]
         lowest, highest = min(share({device: base + need.least for device, need, base in needs}), *shares), shares[0]
         between = [lowest * (highest / lowest) ** (n / self.count) for n in range(self.count + 1)]
-        return sorted({level for level in (*shares, *between) if level <= ROUNDING}, reverse=True)
+        return [level for level in (*shares, *between) if level <= ROUNDING]
 
     def of_a_large_step(self) -> Iterator[Sequence[int]]:
         """The orders to try of a step without levels, what is likely to be the fastest first. The order within the
