@@ -216,7 +216,7 @@ class _Ordering:
 
     def least(self, limits: Mapping[str, int]) -> Mapping[str, int]:
         """By device whose limit is too small, one with which the schedule has an order: what the nearest order so far
-        holds, if that one or another is found with it. The last orders that are tried do not depend on limits."""
+        holds, if that one or another is found with it. Own orders do not depend on limits."""
         needed = [
             {device: peaks[device] for device, limit in limits.items() if peaks[device] > limit}
             for peaks, _ in sorted(map(self.judge.of, [*self.judge.known]), key=lambda of: excess(of.peaks, limits))

@@ -77,6 +77,14 @@ def homes(plan: graphir.Plan) -> dict[str, str]:
     return {n: str(blobs[n].device) for n in plan.step.external_inputs if blobs[n].role in STATE_ROLES}
 
 
+def assert_same(step: graphir.Compiled, plain: graphir.Compiled, x: Tensor, y: Tensor, scale: int) -> None:
+    """Two compiled steps have equal losses; both are captured anew at the second number."""
+    with pytest.warns(RecaptureWarning) if scale == 2 else _nothing():
+        found = step.step(x, y, scale=scale)
+    with pytest.warns(RecaptureWarning) if scale == 2 else _nothing():
+        assert torch.equal(found, plain.step(x, y, scale=scale))
+
+
 @pytest.mark.parametrize(("devices", "share"), [([0], 0.6), ([0, 1], 0.4)])
 def test_later_captures_have_state_where_the_first_has_it(devices: list[int], share: float) -> None:
     limits = {f"gpu:{i}": int(share * need()) for i in range(2 * len(devices))}
@@ -84,10 +92,7 @@ def test_later_captures_have_state_where_the_first_has_it(devices: list[int], sh
     with compiled(devices=devices, limits=limits) as step, compiled(devices=devices) as plain:
         assert step.balanced is not None and "shift_modules" in step.balanced.pipeline
         for scale in (1, 2, 1):
-            with pytest.warns(RecaptureWarning) if scale == 2 else _nothing():
-                found = step.step(x, y, scale=scale)
-            with pytest.warns(RecaptureWarning) if scale == 2 else _nothing():
-                assert torch.equal(found, plain.step(x, y, scale=scale))
+            assert_same(step, plain, x, y, scale)
         first, second = step.plans
         assert homes(first) == homes(second)
         for plan in step.plans:
@@ -100,11 +105,7 @@ def test_a_later_capture_that_would_fit_on_one_device_has_its_state_where_the_fi
     limits = {f"gpu:{i}": int(0.6 * need()) for i in range(2)}
     with compiled(limits=limits) as step, compiled() as plain:
         for count, scale in ((256, 1), (8, 2), (256, 1)):
-            x, y = rows(count)
-            with pytest.warns(RecaptureWarning) if scale == 2 else _nothing():
-                found = step.step(x, y, scale=scale)
-            with pytest.warns(RecaptureWarning) if scale == 2 else _nothing():
-                assert torch.equal(found, plain.step(x, y, scale=scale))
+            assert_same(step, plain, *rows(count), scale)
         first, second = step.plans
         assert homes(first) == homes(second) and len(set(homes(first).values())) > 1
 
@@ -161,10 +162,7 @@ def test_later_plans_park_the_optimizer_state_that_the_first_one_parks() -> None
                 plain.plan.program, limits, topology="h200x8", options=("park", "recompute", "share_storage")
             )
         for scale in (1, 2, 1):
-            with pytest.warns(RecaptureWarning) if scale == 2 else _nothing():
-                found = step.step(x, y, scale=scale)
-            with pytest.warns(RecaptureWarning) if scale == 2 else _nothing():
-                assert torch.equal(found, plain.step(x, y, scale=scale))
+            assert_same(step, plain, x, y, scale)
         first, second = step.plans
         parked = {name for name, home in homes(first).items() if home == "cpu:0" and "exp_avg" in name}
         assert parked and homes(first) == homes(second)
