@@ -22,7 +22,8 @@ from .analysis.placed import PlacedModules, placed
 from .analysis.profiles import Profile
 from .analysis.topology import Topology
 from .analysis.traffic import Traffic, traffic
-from .capture import capture, seeded
+from .capturing.capture import capture
+from .capturing.seeded import seeded
 from .errors import (
     CaptureError,
     CoverageError,
@@ -58,7 +59,7 @@ from .ir.verify import verify
 from .version import __version__ as __version__
 
 # These stand on passes and runtime, which import all of the above.
-from .compile import Compiled, compile  # isort: skip
+from .facade.compile import Compiled, compile  # isort: skip
 from .parallel import (  # isort: skip
     DataParallel,
     ReplicationCallbackDataParallel,
@@ -66,9 +67,9 @@ from .parallel import (  # isort: skip
     exec_data_parallel_replication_callback,
     patch_replication_callback,
 )
-from .estimate import estimate  # isort: skip
-from .largest_batch import LargestBatch, largest_batch  # isort: skip
-from .profile import profile  # isort: skip
+from .facade.estimate import estimate  # isort: skip
+from .facade.largest_batch import LargestBatch, largest_batch  # isort: skip
+from .facade.profile import profile  # isort: skip
 
 __all__ = [
     "Blob",

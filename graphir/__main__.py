@@ -1,6 +1,6 @@
 """``python -m graphir``: the command line, where nothing is installed."""
 
-from .cli import main
+from .facade.cli import main
 
 __all__: list[str] = []
 

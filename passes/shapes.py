@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from graphir.capture.grid import Grid
 from graphir.errors import PassError
 from graphir.ir.blob import Blob, contiguous_strides
+from graphir.ir.fitting import Grid
 from graphir.ir.operator import Operator, leaves
 from graphir.ir.size import Dims, Polynomial, Shape, Size, size_dims
 from graphir.ir.verify.infer import Geometry, geometry, infer

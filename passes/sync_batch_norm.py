@@ -26,7 +26,7 @@ from pydantic import BeforeValidator
 from torch import nn
 
 from graphir.analysis.values import Numbering, Run
-from graphir.capture.single_values import REFUSAL, single_values_allowed
+from graphir.capturing.record.single_values import REFUSAL, single_values_allowed
 from graphir.errors import GraphirError, PassError, ReplicationError, counted
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.guard import Guard

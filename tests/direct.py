@@ -17,7 +17,7 @@ from torch.optim.adam import adam
 from torch.optim.rmsprop import rmsprop
 from torch.optim.sgd import sgd
 
-from graphir.capture import seeded
+from graphir.capturing.seeded import seeded
 from graphir.ir.blob import STATE_ROLES, contiguous_strides
 from graphir.ir.moved import NOW, moved
 from graphir.ir.operator import Operator, Symbol, groups

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from graphir.capture import capture
+from graphir.capturing.capture import capture
 from graphir.errors import CaptureError
 
 GLOBAL = torch.ones(4)

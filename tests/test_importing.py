@@ -53,7 +53,7 @@ def state():
 
 before, imported = state(), set(sys.modules)
 import graphir
-import graphir.passes, graphir.runtime, graphir.cli, graphir.passes.choice.bound
+import graphir.passes, graphir.runtime, graphir.facade.cli, graphir.passes.choice.bound
 
 assert callable(graphir.caffe2.load_net)
 assert not {"scipy", "google.protobuf"} & (set(sys.modules) - imported), "imported by the first use only"

@@ -13,17 +13,7 @@ import networkx
 import pytest
 from sources import FOLDERS, ROOT, Import, Source, sources
 
-ON_TOP = (
-    "graphir/cli.py",
-    "graphir/compile.py",
-    "graphir/estimate.py",
-    "graphir/fx.py",
-    "graphir/largest_batch.py",
-    "graphir/parallel/",
-    "graphir/placing.py",
-    "graphir/profile.py",
-    "graphir/demo/",
-)
+ON_TOP = ("graphir/demo/", "graphir/facade/", "graphir/parallel/")
 """The part of graphir/ that stands on passes and runtime."""
 
 TEXT, FILES = "the text form prints it", "files are written of it"
@@ -33,8 +23,8 @@ WITHIN_CALLS = {
     ("graphir.ir.plan", "Plan.__str__"): ("graphir.ir.text", TEXT),
     ("graphir.ir.program", "Program.save"): ("graphir.ir.files", FILES),
     ("graphir.ir.plan", "Plan.save"): ("graphir.ir.files", FILES),
-    ("graphir.ir.program", "Program.to_fx"): ("graphir.fx", "graphs of torch.fx are made of it"),
-    ("graphir.ir.program", "Program.to_exported"): ("graphir.fx", "graphs of torch.fx are made of it"),
+    ("graphir.ir.program", "Program.to_fx"): ("graphir.facade.fx", "graphs of torch.fx are made of it"),
+    ("graphir.ir.program", "Program.to_exported"): ("graphir.facade.fx", "graphs of torch.fx are made of it"),
     ("graphir.ir.plan", "Plan.python"): ("graphir.runtime", "the runtime generates code of it"),
     ("graphir.analysis.topology", "Topology.named"): ("graphir.analysis.machines", "machines are made of it"),
     ("graphir.analysis.topology", "Topology.of"): ("graphir.analysis.cards", "machines are made of it"),
@@ -46,7 +36,7 @@ WITHIN_CALLS = {
 All are methods that users know. What is new and reaches up is a function, in the module that it reaches up to.
 """
 
-ON_DEMAND = {("graphir.cli", "demo"): ("graphir.demo.run", "importing rich draws random numbers")}
+ON_DEMAND = {("graphir.facade.cli", "demo"): ("graphir.demo.run", "importing rich draws random numbers")}
 """What else a call imports, since an import of graphir would be noticed by its process."""
 
 REACHES_UP = {("graphir.ir.plan", "Plan.python"), ("graphir.analysis.topology", "Topology.here")}
@@ -58,19 +48,39 @@ BELOW_IR = {"collector", "errors", "version"}
 MAY_USE = {"graphir": set(), "passes": {"graphir"}, "runtime": {"graphir"}}
 """The folders that each folder may import, beside itself."""
 
+_AGREED = {"executor"}
+"""What all rooms of runtime/ agree on."""
+
+_READ = {"words", "intake", "isolate"}
+
 ROOMS = {
-    "machine": set(),
-    "kernels": {"machine"},
-    "observing": set(),
-    "proof": {"kernels"},
-    "profiling": {"machine", "kernels"},
-    "interface": {"machine", "kernels"},
-    "codegen": {"kernels", "proof"},
-    "failures": {"machine", "codegen"},
-    "executors": {"kernels", "machine", "observing", "codegen", "failures"},
-    "cuda": {"kernels", "machine", "observing", "codegen", "failures", "executors"},
+    "runtime": {
+        "machine": _AGREED,
+        "kernels": {"machine"} | _AGREED,
+        "observing": _AGREED,
+        "proof": {"kernels"} | _AGREED,
+        "profiling": {"machine", "kernels"} | _AGREED,
+        "interface": {"machine", "kernels"} | _AGREED,
+        "codegen": {"kernels", "proof"} | _AGREED,
+        "failures": {"machine", "codegen"} | _AGREED,
+        "executors": {"kernels", "machine", "observing", "codegen", "failures"} | _AGREED,
+        "cuda": {"kernels", "machine", "observing", "codegen", "failures", "executors"} | _AGREED,
+    },
+    "graphir/capturing": {
+        "words": set(),
+        "intake": {"words"},
+        "isolate": {"words"},
+        "record": _READ,
+        "step": _READ | {"record"},
+        "sizes": {"words", "record", "step"},
+        "program": _READ | {"record", "step", "sizes"},
+    },
+    "graphir/caffe2": {"lower": {"dialect"}},
 }
-"""The rooms of runtime/, those below first: which others each imports. What lies beside them imports any."""
+"""By folder, its rooms, those below first: which others, and which files beside the rooms, each imports.
+
+Files beside the rooms import any room.
+"""
 
 DEPENDENCIES = {"networkx", "numpy", "protobuf", "pydantic", "rich", "safetensors", "scipy", "torch", "typer"}
 
@@ -109,14 +119,24 @@ def style_faults(source: Source) -> Iterator[str]:
             yield f"{source}:{imported.line} imports another folder relatively"
 
 
+def room_of(source: Source) -> tuple[str, str]:
+    """The folder with rooms that a module lies in, and its room; both empty for a module in none."""
+    *folders, _ = source.path.parts
+    for depth in range(1, len(folders)):
+        if "/".join(folders[:depth]) in ROOMS:
+            return "/".join(folders[:depth]), folders[depth]
+    return "", ""
+
+
 def room_faults(source: Source) -> Iterator[str]:
-    """Imports of a room of runtime/ that are neither of a room below it nor of what all executors agree on."""
-    room = source.path.parts[1]
-    if source.folder == "runtime" and source.path.parts[2:]:
-        for imported in source.imports:
-            reached = f"{imported.module}.{imported.name}".removeprefix("graphir.runtime.").partition(".")[0]
-            if folder_of(imported) == "runtime" and reached not in {room, "executor", *ROOMS.get(room, ())}:
-                yield f"{source}:{imported.line} imports {imported.module}"
+    """Imports of what lies in the same folder, and neither in the module's room nor in what this room may import."""
+    folder, room = room_of(source)
+    inside = f"graphir.{folder.removeprefix('graphir/').replace('/', '.')}."
+    for imported in source.imports if room else ():
+        dotted = f"{imported.module}.{imported.name}."
+        part = dotted.removeprefix(inside).partition(".")[0]
+        if dotted.startswith(inside) and part not in {room, *ROOMS[folder].get(room, ())}:
+            yield f"{source}:{imported.line} imports {imported.module}"
 
 
 ALL = [source for folder in FOLDERS for source in sources(folder)]
@@ -179,7 +199,15 @@ def test_imports_go_down_only():
 
 
 def test_rooms_import_rooms_below():
-    assert faults(room_faults, sources("runtime")) == {}
+    assert faults(room_faults, ALL) == {}
+
+
+@pytest.mark.parametrize("folder", ROOMS)
+def test_the_table_of_rooms_goes_down(folder):
+    above: set[str] = set()
+    for room, used in reversed(ROOMS[folder].items()):
+        above.add(room)
+        assert not above & used
 
 
 def test_no_module_imports_another_in_a_circle():
@@ -208,7 +236,8 @@ def test_the_ir_imports_nothing_above_it():
 
 
 def test_the_rooms_are_the_folders():
-    assert set(ROOMS) == {source.path.parts[1] for source in sources("runtime") if source.path.parts[2:]}
+    found = {folder: {room for place, room in map(room_of, ALL) if place == folder} for folder in ROOMS}
+    assert found == {folder: set(rooms) for folder, rooms in ROOMS.items()}
 
 
 def test_imports_are_relative_inside_a_folder_and_absolute_across():
@@ -276,6 +305,8 @@ def test_an_import_upwards_is_found(path, imported):
         ("runtime/kernels/x.py", Import("graphir.runtime", "proof", 2, 1)),
         ("runtime/cuda/x.py", Import("graphir.runtime.session", "Session", 2, 1)),
         ("runtime/cuda/x.py", Import("graphir.runtime", "check", 2, 1)),
+        ("graphir/capturing/isolate/x.py", Import("graphir.capturing.record.values", "Value", 2, 1)),
+        ("graphir/capturing/step/x.py", Import("graphir.capturing", "capture", 2, 1)),
     ],
 )
 def test_an_import_of_a_room_above_is_found(path, imported):
@@ -311,8 +342,8 @@ def test_a_circle_of_types_is_found_only_where_types_are_asked_for():
 @pytest.mark.parametrize(
     "imported",
     [
-        Import("graphir.capture", "capture", 2, 1),
-        Import("graphir.fx", "to_fx", 2, 1, "Program.to_onnx"),
+        Import("graphir.capturing.capture", "capture", 2, 1),
+        Import("graphir.facade.fx", "to_fx", 2, 1, "Program.to_onnx"),
         Import("graphir.analysis.memory", "Memory", 2, 1, "TYPE_CHECKING"),
     ],
 )
@@ -328,4 +359,4 @@ def test_imports_know_where_they_stand():
     found = {(i.module, i.name): i.within for i in MODULES["graphir.ir.program"].imports}
     assert found["graphir.ir.device", "Device"] == ""
     assert found["torch", ""] == "TYPE_CHECKING"
-    assert found["graphir.fx", "to_fx"] == "Program.to_fx"
+    assert found["graphir.facade.fx", "to_fx"] == "Program.to_fx"

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 import graphir
 from graphir import Program, Topology, passes
 from graphir.analysis.cost import Rates
-from graphir.cli import app
 from graphir.errors import GraphirError, PassError
+from graphir.facade.cli import app
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import graphir
 from graphir import passes, runtime
-from graphir.capture.recorded import is_recorded
+from graphir.capturing.isolate.recorded import is_recorded
 from graphir.errors import CaptureError
 from graphir.ir.program import Program
 

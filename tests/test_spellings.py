@@ -14,8 +14,8 @@ from runnable import captured, sgd
 import graphir
 from graphir import Program, passes, runtime
 from graphir.analysis.topology import Link, Speed
-from graphir.cli import app
 from graphir.errors import GraphirError, SessionError
+from graphir.facade.cli import app
 from graphir.ir.text import nbytes_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

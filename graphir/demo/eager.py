@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..capture import seeded
+from ..capturing.seeded import seeded
 
 __all__ = ["ShareByShare"]
 

@@ -18,7 +18,7 @@ from graphir import passes, runtime
 
 from ..analysis.certify import certify
 from ..analysis.memory import CATEGORIES, Memory, memory
-from ..capture import capture
+from ..capturing.capture import capture
 from ..ir.plan import Plan
 from ..ir.program import Program
 from ..ir.text import nbytes_text, show

@@ -15,7 +15,7 @@ from graphir import passes, runtime
 from ..analysis.memory import memory
 from ..analysis.placed import placed
 from ..analysis.traffic import traffic
-from ..capture import capture
+from ..capturing.capture import capture
 from ..ir.program import Program
 from ..ir.text import nbytes_text
 from .dlrm import KAGGLE, Dlrm, batch_dims, clicks, loss

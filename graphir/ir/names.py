@@ -13,6 +13,8 @@ from typing import Final
 from .device import Device
 
 __all__ = [
+    "RESERVED",
+    "Names",
     "base_name",
     "copy_name",
     "fresh",
@@ -23,6 +25,9 @@ __all__ = [
     "replica_index",
     "replica_prefix",
 ]
+
+RESERVED: Final = ("loss", "step", "_")
+"""Names that the model's blobs don't get: the loss, the counter in a program's state, the undefined result."""
 
 _MICRO: Final = "micro_"
 
@@ -83,3 +88,26 @@ def fresh(base: str, taken: Container[str]) -> str:
         n += 1
         name = f"{base}_{n}"
     return name
+
+
+class Names:
+    """Hands out each name once: *base*, or *base* with the first free of ``_1``, ``_2``, …."""
+
+    def __init__(self, taken: Iterable[str]) -> None:
+        self._taken = set(taken)
+        self._last: dict[str, int] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._taken
+
+    def take(self, base: str, avoid: frozenset[str] = frozenset()) -> str:
+        """A name that nobody has taken and that is not one of *avoid*."""
+        if prefix_of(base):  # it would read as a replica's
+            base = base.replace("/", "_", 1)
+        name, n = base, self._last.get(base, 0)
+        while name in self._taken or name in avoid:
+            n += 1
+            name = f"{base}_{n}"
+        self._last[base] = n
+        self._taken.add(name)
+        return name

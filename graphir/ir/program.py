@@ -281,14 +281,14 @@ class Program:
         return canonical_text(self)
 
     def to_fx(self) -> torch.fx.GraphModule:
-        """The step as a runnable graph of ``torch.fx``; see :func:`graphir.fx.to_fx`."""
-        from ..fx import to_fx
+        """The step as a runnable graph of ``torch.fx``; see :func:`graphir.facade.fx.to_fx`."""
+        from ..facade.fx import to_fx
 
         return to_fx(self)
 
     def to_exported(self) -> torch.export.ExportedProgram:
-        """A forward program as one of ``torch.export``; see :func:`graphir.fx.to_exported`."""
-        from ..fx import to_exported
+        """A forward program as one of ``torch.export``; see :func:`graphir.facade.fx.to_exported`."""
+        from ..facade.fx import to_exported
 
         return to_exported(self)
 

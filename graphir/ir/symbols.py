@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -10,7 +11,10 @@ from ..errors import GraphirError
 from .dtype import TORCH_NAME
 from .operator import Symbol
 
-__all__ = ["to_symbol", "to_torch"]
+__all__ = ["DTYPES", "to_symbol", "to_torch"]
+
+DTYPES: Final[Mapping[torch.dtype, str]] = {getattr(torch, name): short for short, name in TORCH_NAME.items()}
+"""The short name of each element type that blobs have."""
 
 _TO_TORCH: Final[dict[str, Any]] = {short: getattr(torch, name) for short, name in TORCH_NAME.items()} | {
     name: getattr(torch, name)

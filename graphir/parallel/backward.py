@@ -17,12 +17,12 @@ from graphir.runtime import Function
 from graphir.runtime.interface.structure import read_structure
 from graphir.runtime.machine.places import Binding
 
-from ..capture import seeded
-from ..capture.modes import Modes
+from ..capturing.isolate.modes import Modes
+from ..capturing.seeded import seeded
 from ..errors import CaptureError
+from ..facade.plan_cache import ModuleGuard
 from ..ir.blob import bound_layout
 from ..ir.size import Dims
-from ..plan_cache import ModuleGuard
 from ..replication import HOOKS
 from .apply import apply_replicas
 from .calls import Call

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from graphir.runtime.machine.surroundings import FORKS
 
-from ..capture.global_state import SETTINGS
+from ..capturing.isolate.global_state import SETTINGS
 from ..ir.shares import divided
 from ..ir.tensor import PLAIN
 

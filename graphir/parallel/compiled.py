@@ -8,7 +8,7 @@
     sums of the parameters' gradients ◀──┘
 
 The plans run on the module's own parameters and buffers. They are captured at the first call of a kind, and kept for
-calls of that kind while the module is what it was: :mod:`graphir.plan_cache`. Whatever they cannot stand for is left to
+calls of that kind while the module is what it was: :mod:`graphir.facade.plan_cache`. Whatever they cannot stand for is left to
 eager replicas.
 
 ``calls`` reads a call, ``lent_state`` lends the module's tensors to plans; ``plans`` has what runs forward and
@@ -27,7 +27,7 @@ from graphir.runtime.machine.places import Binding
 from graphir.runtime.machine.surroundings import follow_forks
 
 from ..errors import CoverageError, EagerWarning, GraphirError, RecaptureWarning, RunError, SessionError, warn
-from ..plan_cache import ModuleGuard, PlanCache, told
+from ..facade.plan_cache import ModuleGuard, PlanCache, told
 from ..replication import OWN_CALLBACK
 from .calls import Call, TooFewRows, Unfit, read_call
 from .devices import places_of_ids

@@ -17,8 +17,8 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
 import torch
 from torch import nn
 
-from ..capture.attributes import AllowedChanges
-from ..capture.randomness import active_ids
+from ..capturing.isolate.attributes import AllowedChanges
+from ..capturing.record.seeds import active_ids
 from .apply import apply_replicas
 from .compiled import CompiledReplicas
 from .devices import Binding, DeviceId, device_id, ids_of, places_of_ids

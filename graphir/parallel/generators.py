@@ -19,10 +19,10 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..capture.composites import values_alone_asked
-from ..capture.eager_seeds import DrawsMode, seeded_step
-from ..capture.forms import Form
-from ..capture.patches import replaced
+from ..capturing.isolate.patches import replaced
+from ..capturing.record.composites import values_alone_asked
+from ..capturing.record.forms import Form
+from ..capturing.seeded import DrawsMode, seeded_step
 from ..ir.seeds import mix
 
 __all__ = ["ForwardSeed", "ReplicaDraws", "replicas_followed"]

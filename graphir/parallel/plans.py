@@ -18,15 +18,15 @@ from graphir.runtime.interface.structure import read_structure, unflatten
 from graphir.runtime.interface.witness import witness_of
 from graphir.runtime.machine.places import Binding, places_of
 
-from ..capture import capture
-from ..capture.model_state import read_state
-from ..capture.witness import Witness
+from ..capturing.capture import capture
+from ..capturing.intake.state import read_state
+from ..capturing.witness import Witness
 from ..errors import CaptureError
+from ..facade.plan_cache import ModuleGuard
 from ..ir.device import gpu
 from ..ir.names import base_name
 from ..ir.program import Program
 from ..ir.size import BATCH, size_dims
-from ..plan_cache import ModuleGuard
 from .backward import BackwardPlan, Differentiated, Ran
 from .calls import Call
 from .containers import Containers

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from torch.overrides import TorchFunctionMode
 
-from ..capture.single_values import REFUSAL
+from ..capturing.record.single_values import REFUSAL
 from .collective import all_gather
 from .errors import ReplicationRuntimeError, ReplicationValueError
 from .rounds import Attendance, here

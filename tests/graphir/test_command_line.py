@@ -16,7 +16,8 @@ import pytest
 
 import graphir
 from graphir import passes, runtime
-from graphir.cli import main
+from graphir.facade import cli
+from graphir.facade.cli import main
 from graphir.ir.files import save
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,7 +85,7 @@ def test_what_the_system_refuses_is_said_in_words(run: Run, monkeypatch: pytest.
     def fail() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(graphir.cli, "app", fail)
+    monkeypatch.setattr(cli, "app", fail)
     assert run() == (1, "", f"graphir: {os.strerror(errno.ENOSPC)}\n")
 
 

@@ -191,7 +191,7 @@ def test_each_signature_is_measured_once(tmp_path: Path, monkeypatch: pytest.Mon
         asked.extend(subjects)
         return original(subjects, threads)
 
-    monkeypatch.setattr(sys.modules["graphir.profile"], "measured", counted)
+    monkeypatch.setattr(sys.modules["graphir.facade.profile"], "measured", counted)
     first = graphir.profile(program, path=path)
     assert len(asked) == len(set(asked)) == len(first.calls) < len(program.step.ops)
     asked.clear()

@@ -29,8 +29,8 @@ from torch import nn
 import graphir
 from graphir import Program, passes, runtime
 from graphir.analysis.topology import Link, Speed
-from graphir.cli import app
 from graphir.errors import PassError
+from graphir.facade.cli import app
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

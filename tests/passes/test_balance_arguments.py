@@ -15,8 +15,8 @@ from runnable import captured, sgd
 import graphir
 from graphir import passes
 from graphir.analysis.topology import Speed
-from graphir.cli import app
 from graphir.errors import GraphirError, PassError, VerifyError
+from graphir.facade.cli import app
 from graphir.ir.program import Program
 
 pytestmark = pytest.mark.usefixtures("one_thread")

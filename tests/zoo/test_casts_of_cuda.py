@@ -11,7 +11,7 @@ from asked_casts import asked, recorded
 from torch import Tensor, nn
 from zoo_rows import library
 
-from graphir.capture import capture
+from graphir.capturing.capture import capture
 
 SMALL = {"vocab_size": 50, "use_cache": False, "attn_implementation": "eager"}
 

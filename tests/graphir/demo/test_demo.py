@@ -11,9 +11,9 @@ import pytest
 
 import graphir
 from graphir import runtime
-from graphir.cli import main
 from graphir.demo.digits import load_digits
 from graphir.demo.model import DigitsNet
+from graphir.facade.cli import main
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from graphir.cli import app
+from graphir.facade.cli import app
 
 
 @pytest.fixture(scope="module")

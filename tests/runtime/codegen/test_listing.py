@@ -10,7 +10,7 @@ import torch
 from runnable import forward_plan, spread
 
 from graphir import passes
-from graphir.capture import capture
+from graphir.capturing.capture import capture
 from graphir.errors import PlanError
 
 BODY = """

@@ -12,7 +12,7 @@ from graphir.runtime import Session
 from torch import Tensor, nn
 
 from graphir import passes
-from graphir.capture import capture
+from graphir.capturing.capture import capture
 
 pytestmark = pytest.mark.cuda
 

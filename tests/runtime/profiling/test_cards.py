@@ -75,7 +75,7 @@ def cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     def seen(*there: Machine) -> None:
         monkeypatch.setattr(Pretended, "there", there)
-        monkeypatch.setattr(sys.modules["graphir.profile"], "TorchCard", Pretended)
+        monkeypatch.setattr(sys.modules["graphir.facade.profile"], "TorchCard", Pretended)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(there))
         monkeypatch.setattr("graphir.analysis.profile_files.cards", lambda: list(there))
 

@@ -51,7 +51,7 @@ def test_a_call_that_succeeds_once_is_measured(monkeypatch):
 def test_the_first_calls_of_a_key_on_one_device_are_timed_and_one_of_updates(replicas, monkeypatch, tmp_path):
     given = {}
     monkeypatch.setattr(
-        sys.modules["graphir.profile"], "measured", lambda subjects, threads: (given.update(subjects) or {}, {})
+        sys.modules["graphir.facade.profile"], "measured", lambda subjects, threads: (given.update(subjects) or {}, {})
     )
     example = models.gpt(layers=6)
     program = passes.replicate(captured(example, sgd(example.model.parameters())), range(replicas))

@@ -1,0 +1,1 @@
+"""What a step is given and what it starts from. Imports words."""

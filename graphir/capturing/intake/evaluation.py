@@ -1,0 +1,44 @@
+"""Training steps of models in evaluation mode, in which ``from_pretrained`` leaves them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from ...errors import TrainingWarning, warn
+
+__all__ = ["warn_of_evaluation"]
+
+
+def warn_of_evaluation(model: nn.Module) -> None:
+    """Warn where *model*, whose step trains, is in evaluation mode and has modules that training mode changes."""
+    if model.training:
+        return
+    changed = [(path, module) for path, module in model.named_modules() if not module.training and _is_changed(module)]
+    if changed:
+        path, module = changed[0]
+        others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        warn(
+            f"a training step is captured of {type(model).__name__} in evaluation mode: {type(module).__name__} "
+            f"{path!r}{others} will not do what they do in training; call model.train() before, or filter this warning "
+            "where that is meant",
+            TrainingWarning,
+        )
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Whether training mode changes what a module computes: it drops, or normalises by statistics that it keeps."""
+    if isinstance(module, nn.modules.batchnorm._NormBase):
+        return module.track_running_stats
+    return any(isinstance(rate, (int, float)) and rate > 0 for rate in _rates(module))
+
+
+def _rates(module: nn.Module) -> Iterator[object]:
+    """With which probability a module drops."""
+    if "drop" in type(module).__name__.lower() or type(module).__name__ == "StochasticDepth":
+        yield from [getattr(module, name, None) for name in ("p", "drop_prob")]
+    if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
+        yield module.dropout
+    if isinstance(module, nn.RReLU):
+        yield module.upper - module.lower

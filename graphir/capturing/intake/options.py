@@ -1,0 +1,195 @@
+"""What ``capture`` is given beside tensors: model, loss, clipping, micro-batches, loss scaling; and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import NamedTuple
+
+import torch
+
+from ...errors import CaptureError
+from ..words.places import where
+
+__all__ = ["LossScaler", "Options", "read_options", "refuse_loss", "refuse_model", "refuse_output"]
+
+
+class LossScaler(NamedTuple):
+    """A ``torch.amp.GradScaler`` as it is now.
+
+    Attributes:
+        scale: ``f32[]``.
+        growth_tracker: ``i32[]``; steps since the scale last changed or a gradient was not finite.
+        growth_factor, backoff_factor: by which the scale is multiplied.
+        growth_interval: after how many finite steps the scale grows.
+    """
+
+    scale: torch.Tensor
+    growth_tracker: torch.Tensor
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+
+
+class Options(NamedTuple):
+    """What a step does to its loss and gradients, see :func:`.capture`.
+
+    Attributes:
+        clip_grad_norm: the largest norm of all gradients together; None: any.
+        clip_grad_value: the largest magnitude of a gradient's element; None: any.
+        accumulate: the number of micro-batches.
+        loss_scale: a constant factor of the loss, or what chooses it; None: 1.
+    """
+
+    clip_grad_norm: float | None = None
+    clip_grad_value: float | None = None
+    accumulate: int = 1
+    loss_scale: float | LossScaler | None = None
+
+
+def read_options(
+    clip_grad_norm: float | None,
+    clip_grad_value: float | None,
+    accumulate: int,
+    loss_scale: float | torch.amp.GradScaler | None,
+    *,
+    backward: bool,
+    optimizer: bool,
+) -> Options:
+    """Check the arguments of ``capture`` that have these names.
+
+    Args:
+        clip_grad_norm, clip_grad_value, accumulate, loss_scale: as given.
+        backward: there is a loss.
+        optimizer: there is an optimizer.
+
+    Raises:
+        CaptureError: one of them is not what it can be, or does not go with the others.
+    """
+    norm = _positive("clip_grad_norm", clip_grad_norm)
+    value = _positive("clip_grad_value", clip_grad_value)
+    if norm is not None and value is not None:
+        raise CaptureError(
+            "clip_grad_norm and clip_grad_value are both given, and their results depend on which comes first",
+            fix="pass one of them",
+        )
+    if type(accumulate) is not int or accumulate < 1:
+        raise CaptureError(
+            f"accumulate={accumulate!r} is not a number of micro-batches", fix="pass a whole number of at least 1"
+        )
+    scale = _loss_scale(loss_scale, optimizer) if loss_scale is not None else None
+    if not backward:
+        used = (norm is not None, value is not None, accumulate > 1, scale is not None)
+        for name in [name for name, given in zip(Options._fields, used, strict=True) if given]:
+            raise CaptureError(
+                f"{name} is given, but no loss, so that there are no gradients",
+                fix=f"pass loss=, or leave {name} out",
+            )
+    return Options(norm, value, accumulate, scale)
+
+
+def _positive(name: str, value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
+        raise CaptureError(
+            f"{name}={value!r} is not a positive number", fix="pass a finite number above 0, such as 1.0"
+        )
+    return float(value)
+
+
+def _loss_scale(given: object, optimizer: bool) -> float | LossScaler | None:
+    if not isinstance(given, torch.amp.GradScaler):
+        if not isinstance(given, (int, float)):
+            raise CaptureError(
+                f"loss_scale is a {type(given).__name__}", fix="pass a number, or a torch.amp.GradScaler"
+            )
+        return _positive("loss_scale", given)
+    if not given.is_enabled():
+        # torch disables one that was made where there is no such device, and nothing tells it from one made so.
+        raise CaptureError(
+            "loss_scale is a GradScaler that is disabled, as torch makes GradScaler('cuda') where there is no GPU: the "
+            "program would not scale the loss",
+            fix='to scale, pass torch.amp.GradScaler("cpu", init_scale=65536.0), which scales on every device; not to '
+            "scale, leave loss_scale out",
+        )
+    if not optimizer:
+        raise CaptureError(
+            "loss_scale is a GradScaler, but there is no optimizer whose steps it could skip",
+            fix="pass optimizer=, or a number as loss_scale",
+        )
+    state = given.state_dict()
+    return LossScaler(
+        torch.tensor(state["scale"], dtype=torch.float32, device="cpu"),
+        torch.tensor(state["_growth_tracker"], dtype=torch.int32, device="cpu"),
+        float(state["growth_factor"]),
+        float(state["backoff_factor"]),
+        int(state["growth_interval"]),
+    )
+
+
+def refuse_model(model: object, taker: str = "capture") -> None:
+    """Raise where *model* is nothing that *taker* can capture, before anything of it is touched.
+
+    Raises:
+        CaptureError: it is no module, or one of its modules was compiled by TorchScript.
+    """
+    if not isinstance(model, torch.nn.Module):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise CaptureError(
+            f"{taker} takes an nn.Module, not {None if model is None else kind}",
+            fix="pass the model itself; a function goes into the forward of an nn.Module",
+        )
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                "modules that TorchScript compiled can't be captured",
+                where=where(path),
+                fix="pass the nn.Module that was scripted or traced",
+            )
+
+
+def refuse_loss(loss: object, targets: object) -> None:
+    """Raise where *loss* is nothing that could be called with the model's output and the *targets*.
+
+    Raises:
+        CaptureError: it is no function, or a module's class; or it takes more or fewer arguments.
+    """
+    if isinstance(loss, type) and issubclass(loss, torch.nn.Module):
+        raise CaptureError(f"loss is the class {loss.__name__}, not a loss", fix=f"make one: loss={loss.__name__}()")
+    if loss is not None and not callable(loss):
+        raise CaptureError(
+            f"loss is a {type(loss).__name__}, not a function",
+            fix="pass a function of the model's output and the targets, such as torch.nn.functional.mse_loss",
+        )
+    if loss is None or not isinstance(targets, (tuple, list)):
+        return
+    try:
+        signature = inspect.signature(loss.forward if isinstance(loss, torch.nn.Module) else loss)
+    except (TypeError, ValueError):  # a function of C's
+        return
+    try:
+        signature.bind(None, *targets)
+    except TypeError as e:
+        raise CaptureError(
+            f"the loss does not take the model's output and the targets ({len(targets)}): {e}",
+            fix="pass in targets= what it takes after the output, as a tuple",
+        ) from None
+
+
+def refuse_output(output: object, loss: object) -> None:
+    """Raise where *output* is nothing that could be called with what the model returns, or a *loss* is given too.
+
+    Raises:
+        CaptureError: it is no function; or the step returns the loss.
+    """
+    if output is not None and not callable(output):
+        raise CaptureError(
+            f"output is a {type(output).__name__}, not a function",
+            fix="pass a function of what the model returns, such as output=lambda out: out.logits",
+        )
+    if output is not None and loss is not None:
+        raise CaptureError(
+            "output is given, and a loss, which takes what the model returns and is what the step returns",
+            fix="leave output out, and choose within the loss what it needs",
+        )

@@ -1,0 +1,183 @@
+"""What a step keeps past its end: tensors in a ``functools.cache`` or ``lru_cache``, such as positions by length.
+
+What such a cache holds from before would be a constant of the program, where the step that fills it computes it by
+operators; and what a recording leaves there is a fake tensor, which the next eager step would find. So entries that a
+step reads are set aside while it is recorded, and those that it makes are taken out. All others stay: a cache may hold
+what took its owner hours. One with a limit, which orders them by use, is cleared if the step uses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from ...errors import CaptureError
+from .recorded import is_recorded
+
+__all__ = ["Caches", "Made"]
+
+_CACHE: Final = type(functools.cache(int))
+_DEPTH: Final = 3
+"""Of containers: a cache's own table, and a tuple of dicts that a function returns."""
+
+
+class Made(NamedTuple):
+    """A tensor that a step has seen.
+
+    Attributes:
+        tensor: the tensor, or a weak reference to it.
+        type: of the operator that made it; empty for what the step was given.
+        line: of the source that called the operator.
+        known: whether its values follow from sizes and literals alone.
+    """
+
+    tensor: Any
+    type: str
+    line: str
+    known: bool
+
+
+class _Entry(NamedTuple):
+    """What a cache holds under one key, or all that one with a limit holds, of which no entry can be taken out alone.
+
+    Attributes:
+        cache: the cache.
+        table: its own, of one without a limit.
+        key: in the table.
+        value: there.
+        tensors: in the value.
+    """
+
+    cache: Any
+    table: dict[Any, Any] | None
+    key: Any
+    value: Any
+    tensors: Sequence[torch.Tensor]
+
+    def remove(self) -> None:
+        """Take it out of the cache."""
+        if self.table is None:
+            self.cache.cache_clear()
+        else:
+            self.table.pop(self.key, None)
+
+    def put_back(self) -> None:
+        """Let the cache hold it again, unless it holds another value by now."""
+        if self.table is not None:
+            self.table.setdefault(self.key, self.value)
+
+
+class Caches:
+    """The caches that a step may read and fill.
+
+    To find them takes longer than to record a small step, so it is done where a tensor may well be in one only.
+    """
+
+    def __init__(self) -> None:
+        self._held: frozenset[int] | None = None
+        self._read: dict[int, torch.Tensor] = {}
+        self._aside: list[_Entry] = []
+        self._made: list[Made] = []
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that the step reads from elsewhere is in one of them."""
+        if self._held is None:
+            self._held = frozenset([id(t) for entry in _entries() for t in entry.tensors])
+        found = id(tensor) in self._held
+        if found:
+            self._read[id(tensor)] = tensor
+        return found
+
+    def cleared_if_read(self) -> bool:
+        """Set aside what :meth:`holds` has said yes to since the last call; whether there is anything."""
+        read, self._read = self._read, {}
+        if read:
+            for entry in list(_entries()):
+                if any(map(is_recorded, entry.tensors)):
+                    entry.remove()
+                elif any(id(tensor) in read for tensor in entry.tensors):
+                    self._aside.append(entry)
+                    entry.remove()
+            self._held = None
+        return bool(read)
+
+    @contextlib.contextmanager
+    def watch(self, seen: Callable[[], Iterable[Made]]) -> Iterator[None]:
+        """Note the tensors that a step has *seen* by its end. If the step fails, its error keeps them alive."""
+        try:
+            yield
+        except BaseException:
+            if any(made.known for made in seen()):
+                self._take_out()
+            raise
+        self._made += [made._replace(tensor=weakref.ref(made.tensor)) for made in seen() if made.type]
+
+    def leave(self) -> None:
+        """Take out what the step has left, and put back what was set aside.
+
+        To be called once nothing of the capture refers to a tensor of the step any more.
+        """
+        if self._remaining():
+            self._take_out()
+        for entry in self._aside:
+            entry.put_back()
+        self._aside.clear()
+
+    def check(self) -> None:
+        """Raise where the step has kept elsewhere what it would find again; forget what it made.
+
+        Raises:
+            CaptureError: names the line.
+        """
+        if any(made.known for made in self._remaining()):
+            gc.collect()
+        for made in self._remaining():
+            if made.known:
+                raise CaptureError(
+                    f"the step keeps what {made.type} makes outside of the model, where the next eager step would find "
+                    "a tensor without data",
+                    where=made.line,
+                    fix="make it in each step, keep it in a buffer or use functools.cache; and delete it now",
+                )
+        self._made.clear()
+
+    def _remaining(self) -> list[Made]:
+        return [made for made in self._made if made.tensor() is not None]
+
+    def _take_out(self) -> None:
+        """Remove the entries that hold fake tensors of a step."""
+        for entry in list(_entries()):
+            if any(map(is_recorded, entry.tensors)):
+                entry.remove()
+        self._held = None
+
+
+def _entries() -> Iterator[_Entry]:
+    """What every cache holds that has tensors in it."""
+    for cache in [found for found in gc.get_objects() if type(found) is _CACHE]:
+        parts = gc.get_referents(cache)
+        table = next((part for part in parts if type(part) is dict and part is not vars(cache)), None)
+        if table is None or cache.cache_parameters()["maxsize"] is not None:
+            tensors = list(_tensors(parts, _DEPTH))
+            if tensors:
+                yield _Entry(cache, None, None, None, tensors)
+            continue
+        for key, value in list(table.items()):
+            tensors = list(_tensors([value], _DEPTH))
+            if tensors:
+                yield _Entry(cache, table, key, value, tensors)
+
+
+def _tensors(items: Iterable[Any], depth: int) -> Iterator[torch.Tensor]:
+    """The tensors among *items* and in tuples, lists and dicts of them."""
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif depth and type(item) in (tuple, list, dict):
+            yield from _tensors(item.values() if type(item) is dict else item, depth - 1)

@@ -1,0 +1,252 @@
+"""The casts of CUDA's autocast, made of tensors of the host: on a machine without a GPU as on one with it.
+
+torch has these casts as kernels of a dispatch key. Every build of torch has the kernels, but only tensors on CUDA
+devices reach them. So an autocast key that no tensor has is included in the dispatch of the thread that records, and
+the kernels of this own key ask CUDA's, on stand-ins. The casts of the answer are then made above autograd, as CUDA's
+are, and composite operators are opened where CUDA's autocast opens them. ::
+
+    linear(x f32, w f32) ──▶ kernel of the own key ──asks──▶ AutocastCUDA: linear(stand-ins on cuda:0, no gradients)
+                                │        ▲                        │ casts them, calls linear below itself
+                                │        └──── the answer ────────┘ where the own key's kernel is next
+                                ▼
+              linear(x.to(bf16), w.to(bf16)), with the own key excluded ──▶ autograd ──▶ the recorder
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...errors import CaptureError
+from ...ir.meta import fresh_fake_mode
+from ...process import Setting, held
+
+__all__ = ["CUDA", "CastWeights", "casts_included", "casts_lent", "has_kernel", "opens_cells"]
+
+_C: Final[Any] = torch._C
+_aten: Final = torch.ops.aten
+CUDA: Final = "AutocastCUDA"
+"""The dispatch key of CUDA's autocast."""
+_KEYS: Final = ("AutocastIPU", "AutocastHPU")
+"""Keys of a lower priority than CUDA's, of backends that have their kernels in packages of their own."""
+_RECURRENT: Final = tuple(
+    [
+        getattr(getattr(_aten, name), kind)
+        for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+        for kind in ("input", "data")
+    ]
+)
+"""Recurrent operators. CUDA runs each as one operator of cuDNN or as a chain of cells, and casts all floating operands
+either way."""
+_ONEDNN: Final = Setting("oneDNN", lambda: torch.backends.mkldnn.enabled, _C._set_mkldnn_enabled)
+"""With oneDNN the host may compute an LSTM by one kernel, which CUDA does not have."""
+_NORMS: Final = ("aten::norm.ScalarOpt_dtype", "aten::norm.ScalarOpt_dim_dtype")
+_local: Final = threading.local()
+"""``weights``: see :func:`casts_lent`; ``asks``: whether the thread is asking CUDA's kernels; ``opens``: see
+:func:`opens_cells`."""
+
+
+class CastWeights:
+    """The weights that were cast in the present region of autocast, each once, as autocast's own cache has them."""
+
+    def __init__(self) -> None:
+        self._casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def clear(self) -> None:
+        """The outermost region has ended."""
+        self._casts = {}
+
+    def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """*tensor* as *dtype*. A cast is cached as by ``cached_cast`` in aten/src/ATen/autocast_mode.cpp: the tensor
+        alone decides, and the cast has gradients even where it is first met without."""
+        cached = (
+            dtype == torch.get_autocast_dtype("cuda")
+            and torch.is_autocast_cache_enabled()
+            and tensor.dtype == torch.float32
+            and tensor.requires_grad
+            and tensor.is_leaf
+            and not tensor._is_view()
+        )
+        if not cached:
+            return _aten.to.dtype(tensor, dtype)  # type: ignore[no-any-return]
+        if id(tensor) not in self._casts:
+            with torch.enable_grad():
+                self._casts[id(tensor)] = tensor, _aten.to.dtype(tensor, dtype)
+        return self._casts[id(tensor)][1]
+
+
+class _Casts(NamedTuple):
+    """What CUDA's autocast makes of a call.
+
+    Attributes:
+        func: the operator that it calls: of a norm another overload.
+        dtypes: what it casts each tensor to, in their order; None where it leaves the tensor as it is.
+        added: the other arguments that it gives, such as the element type of a sum.
+    """
+
+    func: Any
+    dtypes: tuple[torch.dtype | None, ...]
+    added: Mapping[str, Any]
+
+
+class _Answer(Exception):
+    """What reaches the own key's kernel while CUDA's is asked."""
+
+    def __init__(self, func: Any, given: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.func, self.given = func, given
+
+
+@contextlib.contextmanager
+def casts_lent(weights: CastWeights) -> Iterator[None]:
+    """While this is active, the casts of this thread are kept in *weights*; at the end casts are excluded."""
+    before = getattr(_local, "weights", None)
+    _local.weights = weights
+    try:
+        yield
+    finally:
+        _local.weights = before
+        casts_included(False)
+
+
+def opens_cells() -> bool:
+    """Whether a recurrent operator runs as its cells, whatever kernel the host has for it."""
+    return getattr(_local, "opens", False)
+
+
+def casts_included(included: bool) -> None:
+    """Let what this thread calls be cast from now on as CUDA's autocast has it, or no longer."""
+    if not included and not _own_key.cache_info().currsize:
+        return
+    key = _own_key()
+    _C._dispatch_tls_set_dispatch_key_included(key, included)
+    _C._dispatch_tls_set_dispatch_key_excluded(key, not included)
+
+
+@cache
+def _own_key() -> Any:
+    """The dispatch key of the kernels that ask CUDA's. They are registered once: other threads do not reach them."""
+    free = [name for name in _KEYS if hasattr(_C.DispatchKey, name) and not has_kernel("aten::mm", name)]
+    if not free:
+        raise CaptureError(
+            f"autocast for CUDA is recorded by a dispatch key that no tensor has, and backends of torch have taken "
+            f"{' and '.join(_KEYS)}",
+            fix='capture in a process that does not import them, or with target="cpu", without casts for CUDA',
+        )
+    name = free[0]
+    _keep("_").fallback(torch.library.fallthrough_kernel, name)
+    library = _keep("aten")
+    for func in (*_asked_operators(), *_RECURRENT):
+        library.impl(func, partial(_kernel, func), name)
+    return getattr(_C.DispatchKey, name)
+
+
+@cache
+def _keep(namespace: str) -> torch.library.Library:
+    return torch.library.Library(namespace, "IMPL")  # kernels go with their library
+
+
+def has_kernel(name: str, key: str) -> bool:
+    """Whether an operator, such as ``aten::mm``, has a kernel of its own for a dispatch key."""
+    return bool(_C._dispatch_has_kernel_for_dispatch_key(name, key))
+
+
+def _asked_operators() -> Iterator[Any]:
+    """The operators that CUDA's autocast has kernels of, and the overloads of norms with which it answers."""
+    for name in _C._dispatch_get_all_op_names():
+        if name.startswith("aten::") and (has_kernel(name, CUDA) or name in _NORMS):
+            packet, _, overload = name.removeprefix("aten::").partition(".")
+            yield getattr(getattr(_aten, packet), overload or "default")
+
+
+def _kernel(func: Any, *args: Any, **kwargs: Any) -> Any:
+    given = {p.name: value for p, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    if getattr(_local, "asks", False):
+        raise _Answer(func, given)
+    casts = _casts_of(func, given)
+    weights: CastWeights = getattr(_local, "weights", None) or CastWeights()
+    leaves, structure = pytree.tree_flatten(given)
+    wanted = iter(casts.dtypes)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and (dtype := next(wanted)) is not None:
+            leaves[i] = weights.cast(leaf, dtype)
+    cast = {**pytree.tree_unflatten(leaves, structure), **casts.added}
+    with _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_own_key())):
+        if func not in _RECURRENT:
+            return casts.func(**cast)
+        _local.opens = True
+        try:
+            with held({_ONEDNN: False}):
+                return casts.func(**cast)
+        finally:
+            _local.opens = False
+
+
+_known: Final[dict[object, _Casts]] = {}
+
+
+def _casts_of(func: Any, given: Mapping[str, Any]) -> _Casts:
+    """What CUDA's autocast makes of a call, which follows from the element types alone."""
+    lower = torch.get_autocast_dtype("cuda")
+    kinds = tuple([(name, *map(_kind, pytree.tree_leaves(value))) for name, value in given.items()])
+    key = func, lower, kinds
+    if key not in _known:
+        if not lower.is_floating_point:
+            raise CaptureError(
+                f"the step is under autocast for {lower}, to which no operator of CUDA can cast",
+                fix="give torch.autocast dtype=torch.bfloat16, or torch.float16",
+            )
+        recurrent = func in _RECURRENT
+        _known[key] = _recurrent_casts(func, given, lower) if recurrent else _asked_casts(func, given)
+    return _known[key]
+
+
+def _kind(leaf: Any) -> object:
+    """The part of an argument that autocast looks at."""
+    if isinstance(leaf, torch.Tensor):
+        return torch.Tensor, leaf.dtype
+    return leaf if isinstance(leaf, torch.dtype) or leaf is None else type(leaf)
+
+
+def _recurrent_casts(func: Any, given: Mapping[str, Any], lower: torch.dtype) -> _Casts:
+    leaves = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+    cast = [leaf.is_floating_point() and leaf.dtype not in (torch.float64, lower) for leaf in leaves]
+    return _Casts(func, tuple([lower if is_cast else None for is_cast in cast]), {})
+
+
+def _asked_casts(func: Any, given: Mapping[str, Any]) -> _Casts:
+    """Ask CUDA's kernel, with stand-ins of the tensors."""
+    asked = pytree.tree_map_only(torch.Tensor, lambda tensor: _stand_in(tensor.dtype), dict(given))
+    _local.asks = True
+    try:
+        with _disable_current_modes():
+            func(**asked)
+    except _Answer as answer:
+        before = [leaf for leaf in pytree.tree_leaves(asked) if isinstance(leaf, torch.Tensor)]
+        after = [leaf for leaf in pytree.tree_leaves(answer.given) if isinstance(leaf, torch.Tensor)]
+        pairs = zip(before, after, strict=True)
+        dtypes = tuple([None if one.dtype == other.dtype else other.dtype for one, other in pairs])
+        others = {name: value for name, value in answer.given.items() if not _has_tensors(value)}
+        added = {name: value for name, value in others.items() if asked.get(name) is None and value is not None}
+        return _Casts(answer.func, dtypes, added)
+    finally:
+        _local.asks = False
+    raise AssertionError(f"{CUDA} of {func} calls an operator that was not asked")
+
+
+def _has_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+
+
+@cache
+def _stand_in(dtype: torch.dtype) -> torch.Tensor:
+    """A fake tensor on a CUDA device, without gradient: with one, a build without CUDA ends the process."""
+    with _disable_current_modes(), torch.inference_mode(False), fresh_fake_mode():
+        return torch.empty(0, dtype=dtype, device="cuda")

@@ -1,0 +1,85 @@
+"""Devices that a step names: a recording is made on the host, and a program runs where passes place it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+
+from ...errors import CaptureError
+from ..words.libraries import Outside
+from ..words.places import where
+from .patches import replaced
+
+__all__ = ["moves_stay", "on_host"]
+
+_HOST: Final = torch.device("cpu")
+
+
+def on_host(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keyword arguments of a call, with the host instead of another device, and memory that is not pinned."""
+    if not kwargs:
+        return kwargs
+    device = kwargs.get("device")
+    if device is not None and device != _HOST:
+        kwargs = {**kwargs, "device": _HOST}
+    return {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
+
+
+@contextlib.contextmanager
+def moves_stay(here: Callable[[], str]) -> Iterator[None]:
+    """While this is active, ``x.to("cuda")``, ``x.cuda()`` and ``x.pin_memory()`` of this thread do not move tensors,
+    and ``module.to(...)`` does nothing where it would change no tensor.
+
+    The former ask for the device before the dispatcher sees them, which fails where there is none. The latter would
+    exchange the parameters, which fakes don't allow.
+
+    Args:
+        here: the path of the module that runs.
+
+    Raises:
+        CaptureError: a module would change one of its tensors.
+    """
+    move = torch.Tensor.to
+
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if "device" in kwargs:
+            kwargs["device"] = _hosted(kwargs["device"])
+        return move(tensor, *map(_hosted, args), **kwargs)
+
+    def stay(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor
+
+    of_tensors = {"to": to, "cuda": stay, "pin_memory": stay}
+    with replaced(torch.Tensor, of_tensors), replaced(torch.nn.Module, {"_apply": _unchanged(here)}):
+        yield
+
+
+def _unchanged(here: Callable[[], str]) -> Callable[..., Any]:
+    """In the place of a module's ``_apply``: does nothing where that would change no tensor."""
+
+    def unchanged(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        for name, tensor in (*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)):
+            with torch.no_grad():
+                converted = fn(tensor)
+            if converted is not tensor:
+                raise CaptureError(
+                    f"the step converts {name!r} of a {type(module).__name__} (module.to, .half, …), which no operator "
+                    "tells",
+                    where=where(here()),
+                    fix=Outside(
+                        "convert the module before the capture, or the tensor where it is used: weight.to(dtype)"
+                    ),
+                )
+        return module
+
+    return unchanged
+
+
+def _hosted(argument: Any) -> Any:
+    """The host for a device, as an object, a text or a number; anything else as it is."""
+    if isinstance(argument, (torch.device, str)) or type(argument) is int:
+        return _HOST
+    return argument

@@ -1,0 +1,124 @@
+"""Settings of torch that outlast a step: one that changes them is noticed, and they are put back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.backends import cuda, mha
+
+from ..words.libraries import Outside
+from ..words.places import Broken, Conditions
+from .patches import replaced
+
+__all__ = ["SETTINGS", "global_state_kept", "open_regions"]
+
+
+class _Setting(NamedTuple):
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
+
+
+_C: Final[Any] = torch._C
+
+
+def _autocast(device: str) -> _Setting:
+    """The state in ``torch._C``: while a step is recorded for CUDA, torch's public functions are replaced, and give the
+    state of CUDA's autocast for the host's."""
+
+    def get() -> tuple[bool, torch.dtype]:
+        return _C.is_autocast_enabled(device), _C.get_autocast_dtype(device)
+
+    def restore(value: tuple[bool, torch.dtype]) -> None:
+        _C.set_autocast_enabled(device, value[0])
+        _C.set_autocast_dtype(device, value[1])
+
+    return _Setting(get, restore)
+
+
+def open_regions() -> int:
+    """How many regions of autocast are open: torch keeps the weights that it has cast until the outermost one ends."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _open_regions(count: int) -> None:
+    while open_regions() < count:
+        torch.autocast_increment_nesting()
+    while open_regions() > count:
+        torch.autocast_decrement_nesting()
+
+
+_ATTENTION: Final = (
+    _Setting(cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    _Setting(cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    _Setting(cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    _Setting(mha.get_fastpath_enabled, mha.set_fastpath_enabled),
+)
+"""Kernels of attention, which round differently. On the host, too, they are chosen by settings of ``backends.cuda``."""
+
+
+def _enabled() -> tuple[bool, ...]:
+    return tuple([kernel.get() for kernel in _ATTENTION])
+
+
+def _enable(values: tuple[bool, ...]) -> None:
+    for kernel, enabled in zip(_ATTENTION, values, strict=True):
+        kernel.set(enabled)
+
+
+_DTYPE: Final = "the default dtype"
+_KERNELS: Final = "which kernels attention may take"
+_SHARED: Final = (_DTYPE, _KERNELS)
+"""Those that all threads have together: another one may set them meanwhile."""
+_SET_DTYPE: Final = ("set_default_dtype", "set_default_tensor_type")
+SETTINGS: Final[Mapping[str, _Setting]] = {
+    _DTYPE: _Setting(torch.get_default_dtype, torch.set_default_dtype),
+    "whether gradients are computed": _Setting(torch.is_grad_enabled, torch.set_grad_enabled),
+    "autocast": _autocast("cpu"),
+    "autocast on CUDA": _autocast("cuda"),
+    _KERNELS: _Setting(_enabled, _enable),
+    "whether autocast caches": _Setting(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    "how many regions of autocast are open": _Setting(open_regions, _open_regions),
+}
+
+
+@contextlib.contextmanager
+def global_state_kept(conditions: Conditions) -> Iterator[None]:
+    """Leave torch's settings as they are.
+
+    Args:
+        conditions: is given the condition that the step leaves them too.
+
+    Raises:
+        Broken: it does not hold.
+    """
+    before = {name: setting.get() for name, setting in SETTINGS.items()}
+    mine = dict.fromkeys(name for name in SETTINGS if name not in _SHARED)
+
+    def noting(set_dtype: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            mine[_DTYPE] = None
+            set_dtype(*args, **kwargs)
+
+        return call
+
+    def check() -> None:
+        for name in mine:
+            if SETTINGS[name].get() != before[name]:
+                raise Broken(
+                    "settings",
+                    f"the step changes {name} for everything that comes after it",
+                    fix=Outside("use the context manager of torch for it, or set it before the step"),
+                )
+
+    conditions["settings"] = check
+    try:
+        with replaced(torch, {name: noting(getattr(torch, name)) for name in _SET_DTYPE}):
+            yield
+        check()
+    finally:
+        for name in mine:
+            SETTINGS[name].set(before[name])

@@ -1,0 +1,123 @@
+"""Fakes in the place of a module"s parameters and buffers while the module runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...errors import CaptureError
+from ..words.libraries import Outside
+from ..words.places import Broken, Conditions, where
+from .attributes import TABLES, Attributes, Change
+from .tables import Table
+
+__all__ = ["attributes_kept", "fakes_in_place"]
+
+
+@contextlib.contextmanager
+def attributes_kept(attributes: Sequence[Attributes]) -> Iterator[None]:
+    """Afterwards the attributes of every module are what they were."""
+    try:
+        yield
+    finally:
+        for kept in attributes:
+            kept.restore()
+
+
+@contextlib.contextmanager
+def fakes_in_place(
+    model: torch.nn.Module, fakes: Mapping[int, torch.Tensor], conditions: Conditions, attributes: Sequence[Attributes]
+) -> Iterator[list[Change]]:
+    """Put a fake in the place of each parameter and buffer, for this thread; afterwards they are as they were.
+
+    Args:
+        model: the module.
+        fakes: by ``id`` of the tensor that each stands for.
+        conditions: is given the condition that each module is left as it was.
+        attributes: of each module, as they are now.
+
+    Yields:
+        A list that is filled afterwards with the changes that a second step has to tell about.
+
+    Raises:
+        Broken: the model rebound a buffer, or changed an attribute otherwise.
+    """
+    modules = list(model.named_modules())
+    saved = [(dict(m._parameters), dict(m._buffers)) for _, m in modules]
+    changes: list[Change] = []
+    own = [(module.__dict__, name, module.__dict__[name]) for _, module in modules for name in TABLES]
+    tables: list[Table] = []
+    try:
+        for attributes_of_module, name, table in own:
+            tables.append(Table(table, {key: _fake_of(tensor, key, fakes) for key, tensor in table.items()}))
+            attributes_of_module[name] = tables[-1]
+        checks = {
+            path: partial(_changed, path, module, kept, before, fakes)
+            for (path, module), kept, before in zip(modules, attributes, saved, strict=True)
+        }
+        conditions.update({f"module {path}": check for path, check in checks.items()})
+        conditions.update({f"private {path}": partial(_check_private, check) for path, check in checks.items()})
+        yield changes
+        changes += [change for check in checks.values() for change in check()]
+    finally:
+        for attributes_of_module, name, table in own:
+            attributes_of_module[name] = table
+        for stand_in in tables:
+            stand_in.release()
+
+
+def _fake_of(tensor: torch.Tensor | None, key: str, fakes: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+    if tensor is not None and id(tensor) not in fakes:
+        raise CaptureError(
+            f"another tensor has taken the place of {key!r} since the capture began",
+            fix="let no other thread exchange parameters or buffers meanwhile; it may write into them",
+        )
+    return None if tensor is None else fakes[id(tensor)]
+
+
+def _check_gradient(path: str, kind: str, key: str, tensor: torch.Tensor, fake: torch.Tensor) -> None:
+    if fake.requires_grad == tensor.requires_grad and fake.grad is None and not fake._backward_hooks:
+        return
+    what = f"{kind} {key!r}"
+    for broken, doing, fix in (
+        (fake._backward_hooks, "puts a hook on the gradient of", "do what the hook does in the loss"),
+        (fake.grad is not None, "computes a gradient of its own for", "call torch.autograd.grad, or add to the loss"),
+        (fake.requires_grad != tensor.requires_grad, "sets requires_grad of", Outside("set it before the capture")),
+    ):
+        if broken:
+            raise Broken(f"module {path}", f"the step {doing} {what}", where=where(path), fix=fix)
+
+
+def _changed(
+    path: str,
+    module: torch.nn.Module,
+    attributes: Attributes,
+    saved: tuple[Mapping[str, Any], Mapping[str, Any]],
+    fakes: Mapping[int, torch.Tensor],
+) -> list[Change]:
+    parameters, buffers = saved
+    for kind, table, before in (("parameter", module._parameters, parameters), ("buffer", module._buffers, buffers)):
+        for key in dict.fromkeys([*before, *table]) if before or table else ():
+            old = before.get(key)
+            if table.get(key) is not (None if old is None else fakes[id(old)]):
+                raise Broken(
+                    f"module {path}",
+                    f"the step rebinds {kind} {key!r}: a new tensor takes its place instead of a new value",
+                    where=where(path),
+                    fix=Outside(
+                        f"write the value into it: self.{key}.copy_(value); "
+                        "if the first step alone sets it up, run one before the capture"
+                    ),
+                )
+            if old is not None:
+                _check_gradient(path, kind, key, old, fakes[id(old)])
+    return attributes.changed(fakes)
+
+
+def _check_private(check: Callable[[], list[Change]]) -> None:
+    for change in check():
+        raise change.complaint

@@ -1,0 +1,1 @@
+"""The program that is built of a fitted recording. Imports all rooms before it."""

@@ -1,0 +1,163 @@
+"""The update phase: one operator per parameter, the optimizer's state, and its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+import torch
+
+from ...ir.blob import Blob, contiguous_strides
+from ...ir.device import CPU, gpu
+from ...ir.moved import NOW
+from ...ir.names import Names
+from ...ir.operator import Operator, stored_versions
+from ...ir.opset import effects_of, signature
+from ...ir.program import ParamGroup
+from ...ir.symbols import DTYPES
+from ..intake.optimizers import Group, ParamUpdate, with_layout
+from ..step.recorded_step import Recording
+
+__all__ = ["Update", "build_update"]
+
+_HERE: Final = gpu(0)
+
+
+class _Part(NamedTuple):
+    """A parameter that is updated.
+
+    Attributes:
+        param: the index of its value.
+        version: the last that the step has made of it.
+        update: what happens to it.
+        state: the names of its state's blobs.
+        rate: the name of its learning rate.
+        numbers: the names of the blobs of its group's other numbers, by the numbers' names.
+    """
+
+    param: int
+    version: int
+    update: ParamUpdate
+    state: Mapping[str, str]
+    rate: str
+    numbers: Mapping[str, str]
+
+
+class Update(NamedTuple):
+    """The update phase of a step: its operators, and the state and numbers that they read.
+
+    Attributes:
+        param_groups: of the program's interface.
+        optimizer_state: of the program's interface.
+        number_blobs: the learning rates, one a group, and the other numbers of groups that move.
+        state_blobs, state_tensors, state_modules: the optimizer's state: its blobs, and by their names the first values
+            and the modules whose parameters they belong to.
+        parts: what makes each operator, but for the name of the gradient.
+        ops: the operators, once :meth:`with_gradients` has these names.
+    """
+
+    param_groups: tuple[ParamGroup, ...]
+    optimizer_state: dict[str, dict[str, str]]
+    number_blobs: tuple[Blob, ...]
+    state_blobs: tuple[Blob, ...]
+    state_tensors: dict[str, torch.Tensor]
+    state_modules: dict[str, str]
+    parts: tuple[_Part, ...]
+    ops: tuple[Operator, ...] = ()
+
+    def with_gradients(self, gradients: Mapping[int, tuple[str, ...]], found_inf: str | None) -> Update:
+        """This update with its operators.
+
+        Args:
+            gradients: name of the gradient of each parameter, by the index of the parameter's value; two names, of its
+                indices and its values, for a sparse one.
+            found_inf: name of what says whether to skip the updates; None where they are never skipped.
+        """
+        skip = () if found_inf is None else (found_inf,)
+        return self._replace(ops=tuple([_operator(part, gradients[part.param], skip) for part in self.parts]))
+
+
+def build_update(
+    groups: Sequence[Group], recording: Recording, gradients: Mapping[int, tuple[int, ...]], names: Names
+) -> Update:
+    """The update of the parameters that have a gradient; torch skips the others, and so does this.
+
+    Args:
+        groups: of the optimizer.
+        recording: of the step.
+        gradients: for each value that has one, by index, its gradient's index; two of them for a sparse one.
+        names: hands out the names of numbers and state.
+    """
+    rates = [names.take("lr") for _ in groups]
+    numbers = [{name: names.take(name) for name in group.numbers} for group in groups]
+    versions = {v.label: v.version for v in recording.values if v.kind == "param"}
+    blobs: list[Blob] = []
+    tensors: dict[str, torch.Tensor] = {}
+    modules: dict[str, str] = {}
+    state: dict[str, dict[str, str]] = {}
+    parts: list[_Part] = []
+    for group, rate, others in zip(groups, rates, numbers, strict=True):
+        values = {update.param: recording.state[update.param] for update in group.updates}
+        # Where one gradient of a list is sparse, Adagrad makes all updates of the list one by one. SGD makes only those
+        # by sparse gradients so.
+        looped = {
+            values[update.param].dtype
+            for update in group.updates
+            if update.type == "graphir.adagrad" and values[update.param].index in recording.sparse_gradients
+        }
+        for update in group.updates:
+            index = values[update.param].index
+            if index in gradients:
+                sparse = index in recording.sparse_gradients
+                update = with_layout(update, sparse, alone=sparse or values[update.param].dtype in looped)
+            elif not update.started:
+                continue
+            mine = state[update.param] = {}
+            module = update.param.rpartition(".")[0]
+            for entry in update.state:
+                name = mine[entry.key] = names.take(f"{update.param}.{entry.key}")
+                shape, strides = tuple(entry.tensor.shape), entry.strides
+                device = CPU if entry.on_host else _HERE
+                dtype = DTYPES[entry.tensor.dtype]
+                dense = strides == contiguous_strides(shape)
+                blobs.append(Blob(name, shape, dtype, device, "state", name, None if dense else strides))
+                tensors[name], modules[name] = entry.tensor, module
+            if index in gradients:
+                parts.append(_Part(index, versions[update.param], update, mine, rate, others))
+    described = [ParamGroup(rate, g.params, g.options, n) for g, rate, n in zip(groups, rates, numbers, strict=True)]
+    return Update(
+        tuple(described),
+        {param: mine for param, mine in state.items() if mine},
+        tuple([Blob(name, (), "f64", CPU, "input", name) for group in described for name in group.blobs]),
+        tuple(blobs),
+        tensors,
+        modules,
+        tuple(parts),
+    )
+
+
+def _operator(part: _Part, gradient: tuple[str, ...], skip: tuple[str, ...]) -> Operator:
+    """The operator that updates a parameter by a *gradient*; *skip* names what may tell it not to."""
+    update, state = part.update, part.state
+    keys = [p.name for p in signature(update.type).tensors if p.written and p.name != "param"]
+    present = [state[key] for key in keys if key in state]
+    of_number = {number + NOW: part.numbers[number] for number in update.numbers}
+    numbers = [of_number.get(p.name) for p in signature(update.type).tensors if p.name.endswith(NOW)]
+    given = [update.param, *gradient, *[state.get(key) for key in keys], part.rate, *(skip or [None]), *numbers]
+    while given[-1] is None:
+        given.pop()
+    inputs = tuple([name for name in given if name is not None])
+    operands = "".join(["_" if name is None else "t" for name in given]) if None in given else None
+    return Operator(
+        update.type,
+        inputs,
+        (update.param, *present),
+        update.args,
+        _HERE,
+        "update",
+        update.param.rpartition(".")[0],
+        operands=operands,
+        effects=effects_of(update.type, update.args, operands, len(inputs), None, 0),
+        input_versions=stored_versions([part.version, *[0] * (len(inputs) - 1)]),
+        output_versions=(part.version + 1, *[1] * len(present)),
+    )

@@ -1,0 +1,1 @@
+"""From operators that the dispatcher sees to calls on values. Imports words, intake and isolate."""

@@ -1,0 +1,263 @@
+"""How a call of a torch operator becomes operands, their pattern, and arguments without defaults."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from ...errors import CaptureError, GraphirError
+from ...ir.operator import Arg
+from ...ir.opset import effects_of, is_random, signature
+from ...ir.optypes.table import operator_type
+from ...ir.symbols import to_symbol
+from ..words.libraries import Outside
+
+__all__ = ["Bound", "Form", "form_of", "normal_arg"]
+
+_HALF: Final = frozenset({torch.bfloat16, torch.float16})
+_SINGLE_TOO: Final = ("convolution", "convolution_backward", "gelu", "gelu_", "gelu_backward")
+_HALF_ONLY: Final = (
+    "mm", "addmm", "addmm_", "_addmm_activation", "bmm", "baddbmm", "baddbmm_", "addbmm", "addbmm_",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
+)  # fmt: skip
+_BY_ONEDNN: Final[Mapping[str, frozenset[torch.dtype]]] = {
+    **dict.fromkeys(_SINGLE_TOO, _HALF | {torch.float32}),
+    **dict.fromkeys(_HALF_ONLY, _HALF),
+}
+"""The element types for which oneDNN may compute an operator on the CPU."""
+_DROPPED: Final = frozenset({"device", "layout", "pin_memory", "generator"})
+"""Arguments that are not kept: executors know the device and the generator; every layout is strided."""
+
+
+_OWN: Final[Mapping[str, str]] = {
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": "graphir.attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": "graphir.attention_backward",
+}
+"""Operators of the CPU alone, and the types of graphir's own that do the same on any device. Their tensors are in the
+same order; a dropout probability, which those kernels only take as 0, is left out."""
+
+
+_RANGES: Final = frozenset({"linspace", "logspace"})
+"""Operators whose result does not have the element type of the tensors that bound it."""
+
+
+class Bound(NamedTuple):
+    """A call with its arguments in place.
+
+    Attributes:
+        tensors: the tensors read, in order.
+        operands: the pattern over the tensor parameters, None where it says nothing.
+        args: the other arguments, without defaults.
+        written: positions in ``tensors`` of those that are overwritten.
+    """
+
+    tensors: list[torch.Tensor]
+    operands: str | None
+    args: dict[str, Arg]
+    written: tuple[int, ...]
+
+
+class Form:
+    """What is fixed about an operator: see the attributes.
+
+    Attributes:
+        type: such as ``aten.addmm.default``; graphir's own where torch's runs on the CPU only.
+        func: the operator.
+        random: it may draw random numbers.
+        generator: the position of the generator among its arguments; None where it takes none.
+        seedable: the overload that does the same and takes a generator; None where there is none.
+        rebinds: it changes a tensor's own geometry (``squeeze_``).
+        by_onednn: the element types for which oneDNN may compute it, where that is switched on.
+        repeats: the geometry of its results follows from the arguments' and from nothing else.
+        returns_list: its one result is a list of tensors.
+        default_dtype: it makes a tensor of torch's default element type where it is given none.
+        label: its name without the marks of torch's variants: ``add`` of ``add_``, ``softmax`` of ``_softmax``.
+    """
+
+    __slots__ = (
+        "_params",
+        "_plain",
+        "_train",
+        "_unread",
+        "_writes",
+        "by_onednn",
+        "default_dtype",
+        "func",
+        "generator",
+        "label",
+        "random",
+        "rebinds",
+        "repeats",
+        "returns_list",
+        "seedable",
+        "type",
+    )
+
+    def __init__(self, func: torch._ops.OpOverload) -> None:
+        self.func = func
+        torch_type = f"{func.namespace}.{func._opname}.{func._overloadname}"
+        self.type = _OWN.get(torch_type, torch_type)
+        self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self.rebinds = torch.Tag.inplace_view in func.tags
+        self.by_onednn = _BY_ONEDNN.get(func._opname) if func.namespace == "aten" else None
+        self.repeats = func.namespace == "aten" and not self.rebinds
+        returns = func._schema.returns
+        self.returns_list = len(returns) == 1 and "List" in str(returns[0].type)
+        kept = {p.name: p for p in signature(self.type).params}
+        params = [kept.get(p.name, p) for p in signature(torch_type).params]
+        self.generator = next((i for i, a in enumerate(func._schema.arguments) if a.name == "generator"), None)
+        self.seedable = _with_generator(func) if self.random else None
+        self.label = _label(func._opname)
+        self.default_dtype = "dtype" in kept and (
+            func._opname in _RANGES or all(p.kind == "value" for p in signature(self.type).params)
+        )
+        self._params = [
+            (p.name, p.kind, not p.required, normal_arg(p.default), p.name in _DROPPED or p.name not in kept)
+            for p in params
+        ]
+        self._plain = not any(p.written for p in params) and not self._hides_writes()
+        names = [argument.name for argument in func._schema.arguments]
+        self._unread = frozenset(map(names.index, operator_type(self.type).unread_in_training))
+        self._train = names.index("train") if self._unread else 0
+        self._writes: dict[tuple[object, ...], tuple[int, ...]] = {}
+
+    def without_unread(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of a call without tensors that it does not read: a batch norm's backward in training takes the
+        running statistics, which the next micro-batch overwrites."""
+        if not self._unread or len(args) <= self._train or not args[self._train]:
+            return args
+        return tuple([None if i in self._unread else arg for i, arg in enumerate(args)])
+
+    def _hides_writes(self) -> bool:
+        tensors = signature(self.type).tensors
+        return bool(effects_of(self.type, {"training": True}, None, len(tensors), None, 0).writes)
+
+    def draws(self, args: Mapping[str, Arg]) -> bool:
+        """Whether it draws random numbers with these arguments."""
+        return self.random and is_random(self.type, args)
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bound:
+        """Arrange the arguments of a call.
+
+        Raises:
+            GraphirError: an argument is of a kind that programs don't have.
+        """
+        tensors: list[torch.Tensor] = []
+        kept: dict[str, Arg] = {}
+        pattern: list[str] = []
+        count = len(args)
+        for i, (name, kind, optional, default, dropped) in enumerate(self._params):
+            given = i < count or name in kwargs
+            value = args[i] if i < count else kwargs.get(name)
+            if kind == "value":
+                if dropped or not given:
+                    if name == "layout" and value not in (None, torch.strided):
+                        raise GraphirError(
+                            f"{value} tensors are not supported",
+                            fix=Outside("use dense tensors (for an embedding, sparse=False)"),
+                        )
+                    continue
+                normal = normal_arg(value)
+                if not (optional and normal == default and type(normal) is type(default)):
+                    kept[name] = normal
+            elif kind == "tensor":
+                if isinstance(value, torch.Tensor):
+                    tensors.append(value)
+                    pattern.append("t")
+                else:
+                    pattern.append("_")
+                    if value is not None:
+                        kept[name] = normal_arg(value)
+            elif value is None:
+                pattern.append("_")
+            else:
+                present = [t for t in value if t is not None]
+                tensors += present
+                pattern.append("[" + "".join("_" if t is None else "t" for t in value) + "]")
+        text = "".join(pattern).rstrip("_")
+        operands = None if text == "t" * len(tensors) else text
+        written = () if self._plain else self._written(tensors, operands, kept)
+        return Bound(tensors, operands, kept, written)
+
+    def _written(self, tensors: list[torch.Tensor], operands: str | None, args: Mapping[str, Arg]) -> tuple[int, ...]:
+        # Of the other arguments only this one says what is overwritten: a batch norm's statistics.
+        key = operands, len(tensors), args.get("training")
+        found = self._writes.get(key)
+        if found is None:
+            writes = effects_of(self.type, args, operands, len(tensors), None, 0).writes
+            found = self._writes[key] = tuple(sorted({source for _, source in writes}))
+        return found
+
+
+_LABELS: Final[Mapping[str, str]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": "scaled_dot_product_attention",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "scaled_dot_product_attention",
+    "_native_batch_norm_legit_functional": "batch_norm",
+    "_to_copy": "to",
+    "_unsafe_view": "view",
+    "unsafe_split": "split",
+    "index_put_impl": "index_put",
+    "max_pool2d_with_indices": "max_pool2d",
+    "nll_loss_forward": "nll_loss",
+    "nll_loss2d_forward": "nll_loss2d",
+    "lift_fresh": "constant",
+}
+
+
+def _label(name: str) -> str:
+    if name in _LABELS:
+        return _LABELS[name]
+    return name.strip("_").removeprefix("native_").removesuffix("_backward").removesuffix("_backward_data")
+
+
+def _with_generator(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    packet = func.overloadpacket
+    for candidate in (func, *(getattr(packet, name) for name in packet.overloads())):
+        arguments = candidate._schema.arguments
+        if any(a.name == "generator" for a in arguments) and _others(candidate) == _others(func):
+            return candidate  # type: ignore[no-any-return]
+    return None
+
+
+def _others(func: torch._ops.OpOverload) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in func._schema.arguments if a.name != "generator"]
+
+
+@cache
+def form_of(func: torch._ops.OpOverload) -> Form:
+    """The form of an operator."""
+    return Form(func)
+
+
+_COMPLEX: Final = (
+    "use a tensor, torch.tensor(1j); for torch.polar and angle, whose gradients have such arguments, "
+    "torch.complex(r * phi.cos(), r * phi.sin()) and torch.atan2(z.imag, z.real)"
+)
+_SCALARS: Final = frozenset({bool, int, float, str, type(None)})
+
+
+def normal_arg(value: Any) -> Arg:
+    """*value* as programs hold it: lists as tuples, torch's constants as symbols, one NaN, which equals itself.
+
+    Raises:
+        GraphirError: programs have no such arguments.
+    """
+    kind = type(value)
+    if kind in _SCALARS:
+        return value if value == value else math.nan
+    if kind in (list, tuple) or isinstance(value, (list, tuple)):
+        return tuple([normal_arg(item) for item in value])
+    if isinstance(value, (torch.dtype, torch.memory_format)):
+        return to_symbol(value)
+    if isinstance(value, (torch.device, torch.layout, torch.Generator)):
+        return None
+    if isinstance(value, (int, float)):
+        return int(value) if isinstance(value, int) else float(value)
+    raise CaptureError(
+        f"an argument of type {kind.__name__} is not supported",
+        fix=_COMPLEX if kind is complex else "pass numbers and tensors",
+    )

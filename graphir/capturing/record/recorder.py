@@ -1,0 +1,481 @@
+"""The recorder: a dispatch mode that writes every operator that runs on fake tensors to a tape.
+
+It sees a step as PyTorch's own dispatcher does, forward and backward alike, and turns it into calls on values that
+never change: what in-place operators and views of activations do is expressed by functional ones (:mod:`.mutation`);
+parameters and buffers alone are overwritten, in successive versions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
+
+from ...errors import CaptureError, GraphirError
+from ...ir.opset import CHECKS, is_composite
+from ...ir.tensor import PLAIN, geometry_of
+from ..isolate.autocast import Target
+from ..isolate.caches import Caches
+from ..isolate.devices import on_host
+from ..isolate.interrupts import Interrupts
+from ..isolate.recorded import MODES, is_recorded
+from ..words.libraries import Outside
+from ..words.places import DENSE, described, where
+from .averages import BATCHES, average, batches_read_in
+from .checks import Check, check_read_in
+from .composites import VALUES_AND_VECTORS, ValuesAlone, is_ambiguous, values_alone_of
+from .edges import keep_edges
+from .forms import Bound, Form, form_of
+from .known import number_in, tensor_of
+from .mutation import functional_call, functional_view, laid_out, overwritten_base
+from .operands import refuse_overlapping_operands
+from .refused import FAKE_ERRORS, REFUSED_AT_TIMES, refuse_operator, refused_by_fake
+from .results import in_sequence
+from .scopes import Scopes
+from .seeds import refuse_generator
+from .selections import masks_in, selected
+from .sequences import is_ctc, record_ctc, refuse_packed
+from .source_lines import SourceLines
+from .sparse import SparseTensors
+from .tape import Tape
+from .values import Alias, Call, Store, Value
+
+__all__ = ["Recorder"]
+
+_aten: Final = torch.ops.aten
+_DEVICE: Final = torch.ops.prim.device.default
+_NOTHING_COMPUTED: Final = frozenset({"prim", "profiler"})
+"""Namespaces of operators that ask for a device, or tell the profiler where the step is."""
+_GEOMETRY: Final = frozenset(
+    {_aten.is_same_size.default, _aten._has_same_storage_numel.default, _aten._assert_tensor_metadata.default}
+)
+"""Questions about tensors that fake ones answer: nothing is computed."""
+_SAME: Final = frozenset({_aten.detach.default, _aten.alias.default})
+_RRELU: Final = frozenset({_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default})
+_BATCH_NORM: Final = _aten.native_batch_norm.default
+_SEVERAL: Final[Mapping[Any, Any]] = {
+    **dict.fromkeys(_RRELU, _aten.rrelu_with_noise_functional.default),
+    _BATCH_NORM: _aten._native_batch_norm_legit_functional.default,
+}
+"""Functional forms of what overwrites several tensors: they return the new values of these last."""
+_NUMBER: Final = _aten._local_scalar_dense.default
+_IS_NAN: Final = _aten.isnan.default
+_ANY_TRUE: Final = _aten._is_any_true.default
+_LITERAL: Final = frozenset({_aten.lift_fresh.default, _aten.lift.default})
+_accepted: Final[dict[object, Form]] = {}
+"""Operators that are recorded whatever they are given."""
+
+
+class Recorder(Tape, TorchDispatchMode):
+    """The tape that the dispatcher writes to, while this is the innermost mode over a ``FakeTensorMode``.
+
+    Attributes:
+        constants: real tensors that the step reads and that are neither parameters, buffers nor inputs.
+        sparse: the sparse gradients.
+        refusal: the first one. A model may catch it and go on, but it would go on otherwise than with data.
+        failed_line: the source line of what it refused.
+        ambiguous: calls that make vectors which torch may not have been asked for.
+        arguments: names of the tensors that the step is given, by their ``id``; fake ones stand for them.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        fake_mode: FakeTensorMode,
+        scopes: Scopes,
+        lines: SourceLines,
+        path_of: Callable[[torch.Tensor], str],
+        caches: Caches,
+        interrupts: Interrupts,
+        target: Target,
+        named: bool = True,
+    ) -> None:
+        TorchDispatchMode.__init__(self)
+        Tape.__init__(self, fake_mode, scopes, lines, named)
+        self.constants: list[tuple[Value, torch.Tensor]] = []
+        self.sparse = SparseTensors()
+        self._fake_mode, self._path_of, self._caches, self._interrupts = fake_mode, path_of, caches, interrupts
+        self._target = target
+        MODES.add(fake_mode)
+        self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.refusal: CaptureError | None = None
+        self.failed_line = ""
+        self._dispatched = 0
+        self._batches: Value | None = None
+        self.ambiguous: list[Call] = []
+        self._unread: torch.Tensor | None = None
+        self.arguments: dict[int, str] = {}
+
+    def stand_in(self, tensor: torch.Tensor, fake: torch.Tensor) -> None:
+        """Let *fake* be what the step reads where it reads *tensor* itself, as a closure or a list may hold it."""
+        self._fakes[id(tensor)] = fake, tensor
+
+    def release(self) -> None:
+        """See :meth:`.tape.Tape.release`."""
+        super().release()
+        self._fakes, self.sparse = {}, SparseTensors()
+
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Between the step's own calls: what runs on fake tensors is recorded by :meth:`emit` alone."""
+        seen, self.extents.seen = self.extents.seen, False
+        try:
+            with _pop_mode_temporarily(), torch.no_grad():
+                yield
+        finally:
+            self.extents.seen = seen
+
+    def between_operators(self) -> int | None:
+        """How many operators have run, where the step's own lines run and not one of them."""
+        return self._dispatched if self.extents.seen else None
+
+    # What the dispatcher calls.
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would wrap what the dispatcher calls in a function that takes longer than most of the calls."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device
+        if self._interrupts.held:
+            self._interrupts.strike()
+        self._dispatched += 1
+        seen, self.extents.seen = self.extents.seen, False
+        try:
+            return self._dispatch(func, args, kwargs or {})
+        except CaptureError as e:
+            if self.refusal is None:
+                self.refusal, self.failed_line = e, self._line(self._origin(())[0], ())
+            raise
+        finally:
+            self.extents.seen = seen
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        kwargs = on_host(kwargs)
+        form = _accepted.get(func)
+        ambiguous = False
+        if form is None:
+            alone = values_alone_of(func)
+            if alone is not None:
+                return self._values_alone(alone, args)
+            ambiguous = is_ambiguous(func, args)
+            if getattr(func, "namespace", "") in _NOTHING_COMPUTED or func in _GEOMETRY:
+                return func(*args, **kwargs)
+            if torch.is_inference_mode_enabled() and is_composite(func):
+                self._target.refuse_inference(self._scope())
+                with self:  # in inference mode torch shows composite operators whole; recorded is what they do
+                    return func.decompose(*args, **kwargs)
+            if func is _ANY_TRUE and torch.is_anomaly_enabled():
+                return self._unread_check(args[0])
+            if func is _NUMBER and args[0] is self._unread:
+                return False
+            if func is _NUMBER and self.is_known(args[0]):
+                return number_in(self._known(args[0]))
+            if func is _NUMBER and (check := check_read_in(sys._getframe(2))) is not None:
+                return self._checked(check, args[0])
+            if func is _NUMBER and batches_read_in(sys._getframe(2), self._scope()):
+                self._batches = self.read(args[0])
+                return BATCHES
+            if (masks := masks_in(func, args)) and all(map(self.is_known, masks)):
+                return self._select(form_of(func), args)
+            if func is _NUMBER:
+                refuse_packed(sys._getframe(2), self._scope())
+            if is_ctc(func):
+                return record_ctc(self, func, pytree.tree_map_only(torch.Tensor, self._constant, args))
+            refuse_operator(func, self._scope(), args)
+            form = form_of(func)
+            if func not in REFUSED_AT_TIMES and func not in VALUES_AND_VECTORS:
+                _accepted[func] = form
+        if func.namespace != "aten":
+            self._target.refuse_kernel(func, self._scope())
+        args = form.without_unread(args)
+        if func is _IS_NAN and args[0].is_sparse and torch.is_anomaly_enabled():
+            return self.fake((), (), torch.bool)
+        if self.sparse.concern(func, args):
+            return self.sparse.call(self, func, args, kwargs, self._scope())
+        if form.generator is not None:
+            refuse_generator(form, args, kwargs, where(self._scope()))
+        if func in _LITERAL and not self._is_ours(args[0]):
+            literal = self._constant(args[0], literal=True)
+            self.read(literal).known = True
+            return literal
+        try:
+            bound = form.bind(args, kwargs)
+        except GraphirError as e:
+            raise CaptureError(f"{form.type}: {e.what}", where=where(self._scope()), fix=e.fix) from e
+        seen = [self._memory.find(t) for t in bound.tensors]
+        if None in seen and not all(map(self._is_ours, bound.tensors)):
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._constant, (args, dict(kwargs)))
+            bound = form.bind(args, kwargs)
+            seen = [None] * len(bound.tensors)
+        aliases = [alias or self._alias(t) for alias, t in zip(seen, bound.tensors, strict=True)]
+        if func in _SAME:
+            return self._twin(aliases[0], self._results.of(form, bound, [aliases[0].geometry], args, kwargs))
+        try:
+            if form.rebinds:
+                return self._rebind(form, args, kwargs)
+            if bound.written:
+                return self._overwrite(form, bound, aliases, args, kwargs)
+            inputs = tuple([self._current(alias) for alias in aliases])
+            out = self._results.of(form, bound, [alias.geometry for alias in aliases], args, kwargs)
+        except FAKE_ERRORS as e:
+            raise refused_by_fake(e, form, self._scope()) from e
+        if form.func._opname in CHECKS or self._makes_something(out):
+            self._record(form, bound, inputs, out, (func, args, dict(kwargs)))
+            if ambiguous:
+                self.ambiguous.append(self.calls[-1])
+        return out
+
+    def _values_alone(self, alone: ValuesAlone, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+        """Record what computes the values of a matrix alone, where torch asks for vectors that it does not read."""
+        values = self._dispatch(alone.func, args[: alone.taken], {})
+        unread = self.fake((0,), (1,), values.dtype)
+        return tuple([values if i == alone.position else unread for i in range(alone.results)])
+
+    def _unread_check(self, is_nan: torch.Tensor) -> torch.Tensor:
+        """What says whether a gradient has a NaN in it, which anomaly detection looks for after each node.
+
+        It is set for the whole process, where other threads may look. A program has nothing of it.
+        """
+        alias = self._memory.find(is_nan)
+        if alias is not None and self.calls and alias.value.call is self.calls[-1]:
+            self.calls.pop()
+        self._unread = self.fake((), (), torch.bool)
+        return self._unread
+
+    def _checked(self, check: Check, outcome: torch.Tensor) -> bool:
+        """Record that the *outcome* of a check is the one that it has where it holds."""
+        holds = outcome if check.holds else self._dispatch(_aten.logical_not.default, (outcome,), {})
+        self._dispatch(_aten._assert_async.msg, (holds, check.message), {})
+        return check.holds
+
+    def _select(self, form: Form, args: tuple[Any, ...]) -> torch.Tensor:
+        """Record an operator that selects by masks whose values are known."""
+        args = pytree.tree_map_only(torch.Tensor, self._constant, args)
+        bound = form.bind(args, {})
+        inputs = tuple([self.read(t) for t in bound.tensors])
+        out = selected(form.func, args, self._known)
+        self._record(form, bound, inputs, out, (form.func, args, {}))
+        return out
+
+    def held_by(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What a tensor holds, if that is known."""
+        return self._known(tensor) if self.is_known(tensor) else None
+
+    def _known(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a tensor whose value is known holds."""
+        return tensor_of(self.read(tensor), {literal.index: real for literal, real in self.constants})
+
+    def _makes_something(self, out: Any) -> bool:
+        if isinstance(out, torch.Tensor):
+            return self._memory.find(out) is None
+        leaves = [leaf for item in in_sequence(out) for leaf in in_sequence(item)]
+        return any(isinstance(leaf, torch.Tensor) and self._memory.find(leaf) is None for leaf in leaves)
+
+    # What the step reads from elsewhere.
+
+    def _is_ours(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a fake tensor of this recording, not of the mode in which a model was built."""
+        return type(tensor) is FakeTensor and tensor.fake_mode is self._fake_mode
+
+    def _constant(self, real: torch.Tensor, literal: bool = False) -> torch.Tensor:
+        """The fake tensor of a real one that the step reads, or of a *literal* that it makes anew each time."""
+        if self._is_ours(real):
+            return real
+        self._refuse_foreign(real)
+        if id(real) not in self._fakes:
+            self._fakes[id(real)] = self._declared(real, literal), real
+        return self._fakes[id(real)][0]
+
+    def _declared(self, real: torch.Tensor, literal: bool) -> torch.Tensor:
+        """A fake tensor that the step reads a constant by."""
+        fake = self.fake(real.shape, real.stride(), real.dtype)
+        path = self._path_of(real)
+        cached = not (path or literal) and self._caches.holds(real)
+        if is_recorded(real) and not cached:
+            raise CaptureError(
+                f"the step reads a tensor of shape {list(real.shape)} that it has kept outside of the model when "
+                "it was recorded before, in this capture or another",
+                where=self.here(),
+                fix="make it in each step, keep it in a buffer or use functools.cache; and delete what was kept",
+            )
+        value = self.external(fake, path or "constant", "constant")
+        value.scope = "" if path else self.scopes.current
+        self._alias(fake).store.persistent = not literal
+        self.constants.append((value, real))
+        return fake
+
+    def _refuse_foreign(self, real: torch.Tensor) -> None:
+        """Refuse to read a tensor that is not of this recording and can't be a constant of it."""
+        if real.requires_grad and torch.is_grad_enabled():
+            raise CaptureError(
+                f"the step reads a tensor of shape {list(real.shape)} that needs a gradient and is no parameter of "
+                "the modules that run",
+                where=self.here(),
+                fix="read a parameter through its module, make it one of the model's, or pass tensor.detach()",
+            )
+        if id(real) in self.arguments:
+            raise CaptureError(
+                f"the step reads argument {self.arguments[id(real)]!r} from elsewhere too, where another step would "
+                "still find this tensor",
+                where=self.here(),
+                fix=Outside("pass it where it is read: through kwargs= to the model, through targets= to the loss"),
+            )
+        if type(real) not in PLAIN or real.is_quantized:
+            kind = real.dtype if real.is_quantized else type(real).__name__
+            raise CaptureError(f"a tensor of type {kind} is not supported", where=self.here(), fix="use plain tensors")
+        if real.layout != torch.strided:
+            raise CaptureError(
+                f"the step reads a {str(real.layout).removeprefix('torch.')} tensor of shape {list(real.shape)}",
+                where=self.here(),
+                fix=DENSE,
+            )
+
+    def _twin(self, original: Alias, same: torch.Tensor) -> torch.Tensor:
+        """Let *same* be another window on what *original* shows."""
+        self._memory.add_alias(same, self._current(original), original, None)
+        return same
+
+    # Writes.
+
+    def _overwrite(
+        self, form: Form, bound: Bound, aliases: Sequence[Alias], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        refuse_overlapping_operands(form.type, aliases, bound.written, self.here())
+        targets = [aliases[i] for i in bound.written]
+        geometries = [alias.geometry for alias in aliases]
+        for target in targets:
+            if target.store.persistent and target.store.base.value.kind == "constant":
+                raise CaptureError(
+                    f"{form.type} overwrites {target.store.base.value.label!r}, which is neither parameter nor buffer",
+                    where=self.here(),
+                    fix="register it with module.register_buffer(name, tensor)",
+                )
+        if all(target.store.persistent and target.is_base for target in targets):
+            inputs = tuple([self._current(alias) for alias in aliases])
+            out = self._results.of(form, bound, geometries, args, kwargs)
+            self._write_state(form, bound, inputs, targets, out)
+            return out
+        if self.phase == "forward":
+            for target in targets:
+                keep_edges(target)
+        # Batch norm's functional form takes contiguous copies of the statistics, for which kernels round otherwise.
+        statistics = form.func is _BATCH_NORM and len(targets) == 2 and all(t.tensor.is_contiguous() for t in targets)
+        if statistics or form.func in _RRELU:
+            return self._overwrite_several(form, bound, aliases, args, kwargs)
+        if len(targets) != 1:
+            raise CaptureError(
+                f"{form.type} overwrites {len(targets)} tensors at once, not all of them parameters or buffers",
+                where=self.here(),
+                fix="make them contiguous, register them as buffers, or overwrite them one by one",
+            )
+        (target,) = targets
+        new = functional_call(self, form, target, args, kwargs)
+        out = self._results.of(form, bound, geometries, args, kwargs)
+        self._store_value(target, new)
+        return out
+
+    def _overwrite_several(
+        self, form: Form, bound: Bound, aliases: Sequence[Alias], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Record an operator of :data:`_SEVERAL` by its functional form.
+
+        The statistics of a batch norm are no state where ``instance_norm`` repeats them over the batch.
+        """
+        targets = [aliases[i] for i in bound.written]
+        seen = [self.read(target.tensor) for target in targets]
+        made = self.emit(_SEVERAL[form.func], args, kwargs)
+        out = self._results.of(form, bound, [alias.geometry for alias in aliases], args, kwargs)
+        fresh, overwritten = made[: -len(targets)], made[-len(targets) :]
+        for tensor, value in zip(in_sequence(out), fresh, strict=False):
+            value.tensor = tensor
+            self._memory.add_base(tensor, value, persistent=False)
+        for target, old, new in zip(targets, seen, overwritten, strict=True):
+            self._store_value(target, laid_out(self, new, target.tensor, old))
+        return out
+
+    def _write_state(
+        self, form: Form, bound: Bound, inputs: tuple[Value, ...], targets: Sequence[Alias], out: Any
+    ) -> None:
+        """Record an operator that overwrites parameters or buffers as it is; each takes a new version."""
+        call, source = self._call(form, bound, inputs)
+        fresh: dict[int, Value] = {}
+        for target in targets:
+            self._refuse_shared(target.store)
+            base = target.store.base
+            old = self._current(base)
+            new = self._value(target.tensor, old.label, old.scope, follows_input=False)
+            new.kind, new.root, new.version, new.call = old.kind, old.root, old.version + 1, call
+            target.store.generation += 1
+            for alias in (base, target):
+                alias.value, alias.generation = new, target.store.generation
+            fresh[id(target.tensor)] = new
+        outs = in_sequence(out) if form.func._schema.returns else ()
+        returned = [
+            fresh.pop(id(t)) if id(t) in fresh else self._result(t, form, call, bound, source, None, i)
+            for i, t in enumerate(outs)
+            if t is not None
+        ]
+        if self._batches is not None and form.func is _BATCH_NORM:
+            average(call, self._batches)
+            self._batches = None
+        missing = any(t is None for t in outs)
+        call.results = "".join("_" if t is None else "t" for t in outs) if missing else None
+        call.outputs = (*returned, *fresh.values())
+        self.calls.append(call)
+
+    def _store_value(self, target: Alias, new: Value) -> None:
+        """Let *target* show *new*, and everything else that looks at its memory the same change."""
+        store = target.store
+        self._refuse_shared(store)
+        base = store.base
+        whole = new if target.is_base else overwritten_base(self, target, self._current(base), new)
+        if store.persistent:
+            form = form_of(_aten.copy_.default)
+            args = (base.tensor, whole.tensor)
+            bound = form.bind(args, {})
+            self._write_state(form, bound, (self._current(base), whole), [base], base.tensor)
+        else:
+            store.generation += 1
+            base.value, base.generation = whole, store.generation
+        if target.is_base:
+            target.value, target.generation = base.value, store.generation
+
+    def _refuse_shared(self, store: Store) -> None:
+        """Refuse to overwrite memory that the step reads under another name too."""
+        if store.shared:
+            value = store.base.value
+            raise CaptureError(
+                f"the step overwrites {described(value.kind, value.label)}, which shares memory with {store.shared}",
+                where=self.here(),
+                fix="pass a clone of one of them, so that the other keeps its values",
+            )
+
+    def _rebind(self, form: Form, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Record ``squeeze_`` and the like, which give a tensor another geometry: it becomes a view of what it was."""
+        tensor = args[0]
+        alias = self._alias(tensor)
+        self._current(alias)
+        if self.phase == "forward":
+            keep_edges(alias)
+        if form.func is _aten.detach_.default:
+            return form.func(*args, **kwargs)
+        before = self._memory.set_aside(alias)
+        view = functional_view(form)
+        out = form.func(*args, **kwargs)
+        replay = (view, (before.tensor, *args[1:]), dict(kwargs))
+        (alias.value,) = self.emit(*replay)
+        alias.value.tensor = tensor
+        alias.parent, alias.replay, alias.position, alias.geometry = before, replay, 0, geometry_of(tensor)
+        return out

@@ -1,0 +1,212 @@
+"""Operators that no program has, and steps that fail: the module, the operator, and a remedy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+from ...errors import CaptureError, GraphirError
+from ...ir.opset import NAMESPACES
+from ...ir.optypes.table import operator_type
+from ..words.libraries import Outside
+from ..words.places import BRANCHES, READS_DATA, in_short, where
+from .forms import Form, form_of
+
+__all__ = ["FAKE_ERRORS", "REFUSED_AT_TIMES", "failure", "refuse_operator", "refused_by_fake"]
+
+_IN_TORCHS_WORDS: Final = (
+    (
+        r"Cannot access data pointer",
+        "the step asks where the data of a tensor lies, and there is none while it is recorded",
+        "not copy.deepcopy but tensor.clone(), and for a module torch.func.functional_call with parameters of its own; "
+        "no data_ptr(), and no foreign code",
+    ),
+    (
+        r"Creating a new Tensor subclass (\w+)",
+        r"a tensor of type \1 is not supported",
+        "use plain tensors: attention takes is_causal=True or a mask in place of a CausalBias",
+    ),
+    (
+        r".*binary_cross_entropy and torch\.nn\.BCELoss are unsafe to autocast",
+        "the step calls binary_cross_entropy under autocast for CUDA, which PyTorch refuses there",
+        "use binary_cross_entropy_with_logits in the place of it and of the sigmoid before it",
+    ),
+    (
+        r"_share_\w+: only available",
+        "the step moves a tensor into shared memory",
+        "call share_memory() before the capture",
+    ),
+)
+"""Of torch's refusals of fake tensors: how they read, what the step did, and a remedy."""
+
+FAKE_ERRORS: Final = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+"""What torch's fake tensors raise where a result can't be known without the data."""
+
+REFUSED_AT_TIMES: Final = frozenset(
+    {
+        torch.ops.aten.index.Tensor,
+        torch.ops.aten.cumprod.default,
+        torch.ops.aten._fused_moving_avg_obs_fq_helper.default,
+    }
+)
+"""Operators whose arguments, or what calls them, decide whether they are refused."""
+
+_REMEDIES: Final[Mapping[str, str]] = {
+    "aten.nonzero": "index with a mask of fixed shape: torch.where(mask, a, b), or multiply by the mask",
+    "aten.masked_select": "keep the shape: torch.where(mask, a, b), or multiply by the mask",
+    "aten.index": "a boolean mask selects an unknown number of elements: use torch.where(mask, a, b)",
+    "aten._ctc_loss": "call torch.nn.functional.ctc_loss, which is captured",
+    "aten._pack_padded_sequence": "call torch.nn.utils.rnn.pack_padded_sequence, which is captured for lengths that "
+    "are Python integers",
+    "aten.equal": READS_DATA + "; torch.istft asks so, too: write it with torch.fft.irfft and F.fold",
+    "aten.linalg_lstsq": "solve the normal equations, torch.linalg.solve(A.mT @ A, A.mT @ b), or use torch.linalg.pinv",
+    "aten.resize_": "make a new tensor instead; if the first step alone does it, run one before the capture",
+    "aten.resize_as_": "make a new tensor instead",
+    "aten.set_": "make a new tensor instead",
+}
+
+_FIXED_SHAPE: Final = "use an operator whose output shape does not depend on the data"
+
+_UNSUPPORTED: Final[Mapping[str, tuple[str, str]]] = {
+    "aten.mkldnn_rnn_layer": (
+        "the fused CPU kernel of LSTM is not supported",
+        Outside(
+            "call the LSTM in a forward of your own, and switch the kernel off around the LSTM alone, so that eager "
+            "PyTorch computes the same bits: with torch.backends.mkldnn.flags(enabled=False): ..."
+        ),
+    ),
+    "aten._nested_tensor_from_mask_left_aligned": (
+        "nn.TransformerEncoder makes nested tensors of what a padding mask leaves, so sizes depend on data",
+        Outside("make it with enable_nested_tensor=False, or set its attribute use_nested_tensor to False"),
+    ),
+    "aten._efficientzerotensor": (
+        "forward-mode derivatives that are zero have no memory, which no program can express",
+        "use reverse mode: torch.func.grad, torch.func.vjp, torch.autograd.grad, and for jvp "
+        "torch.autograd.functional.jvp(…, create_graph=True)",
+    ),
+}
+"""Operators that no program has: what is wrong with each, and what to do."""
+
+
+def refuse_operator(func: object, scope: str, args: tuple[object, ...]) -> None:
+    """Raise where *func* can't be recorded.
+
+    Raises:
+        CaptureError: it is a higher-order or a foreign operator, its result depends on data, or it is not supported.
+    """
+    complaint = _complaint(func, args) if isinstance(func, torch._ops.OpOverload) else _on_functions(func)
+    if complaint is not None:
+        what, fix = complaint
+        raise CaptureError(what, where=where(scope), fix=fix)
+    try:
+        form_of(func)
+    except GraphirError as e:
+        raise CaptureError(e.what, where=where(scope), fix=e.fix) from e
+
+
+def _on_functions(func: object) -> tuple[str, str]:
+    """What is wrong with an operator that takes functions, and what to do."""
+    if isinstance(func, torch._ops.HigherOrderOperator) and not func.name().startswith(BRANCHES):
+        return (
+            f"{func} is an operator on functions, which programs don't have",
+            "call the function itself, in a loop where it runs several times",
+        )
+    return (
+        f"{func} can't be captured: which branch runs depends on data",
+        "compute both branches and choose with torch.where, or decide outside of the step",
+    )
+
+
+def _complaint(func: torch._ops.OpOverload, args: tuple[object, ...]) -> tuple[str, str] | None:
+    """What is wrong with an operator that takes these arguments, and what to do; None where nothing is."""
+    name = f"{func.namespace}.{func._opname}"
+    if func.namespace not in NAMESPACES and not operator_type(f"{name}.{func._overloadname}").registered:
+        allowed = ", ".join(sorted(NAMESPACES))
+        return (
+            f"operator {func} is not one of torch's own",
+            Outside(
+                f"graphir.register_operator(torch.ops.{name}) once before the capture, or write it with operators of "
+                f"{allowed}"
+            ),
+        )
+    if name in _UNSUPPORTED:
+        return _UNSUPPORTED[name]
+    if name == "aten.index" and not _has_mask(args[1]):
+        return None
+    if torch.Tag.data_dependent_output in func.tags or name == "aten._local_scalar_dense":
+        what = f"{func} reads a number out of a tensor, so the step depends on data"
+        return what, _REMEDIES.get(name, READS_DATA)
+    node = torch._C._current_autograd_node()
+    computes = "" if node is None else node.name()
+    if name == "aten.index" and computes == "EmbeddingBackward0":
+        return (
+            "the sparse gradient of an embedding with padding_idx leaves out the rows of padding, whose number depends "
+            "on data",
+            Outside("use sparse=False, leave padding_idx out, or use nn.EmbeddingBag"),
+        )
+    if name == "aten.cumprod" and computes.startswith("ProdBackward"):
+        return (
+            "PyTorch computes the gradient of prod in two ways, by whether there are zeros in the data",
+            "multiply one by one, functools.reduce(torch.mul, x.unbind(dim)), or take the last of torch.cumprod",
+        )
+    if name == "aten._fused_moving_avg_obs_fq_helper" and _resizes_statistics(*args):
+        return (
+            "the first step of a fake quantization by channel gives its statistics their sizes",
+            Outside("run one step before the capture"),
+        )
+    if torch.Tag.dynamic_output_shape in func.tags:
+        return f"the shape of {func}'s result depends on data", _REMEDIES.get(name, _FIXED_SHAPE)
+    if name in ("aten.resize_", "aten.resize_as_", "aten.set_"):
+        return f"{func} changes what a tensor refers to", _REMEDIES[name]
+    if name.startswith("aten._foreach_") and not func._schema.returns:
+        return f"{func} overwrites a list of tensors", "overwrite them one by one, in a loop"
+    return None
+
+
+def _resizes_statistics(*args: Any) -> bool:
+    """Whether a fake quantization is one by channel, and has not got a scale for each yet."""
+    x, scale, channels, by_channel = args[0], args[5], args[10], args[11:12]
+    return by_channel == (True,) and scale.numel() != x.shape[channels]
+
+
+def _has_mask(indices: object) -> bool:
+    """Whether a tensor is indexed by a mask, which selects as many elements as it has ones."""
+    given = indices if isinstance(indices, (list, tuple)) else ()
+    return any(isinstance(t, torch.Tensor) and t.dtype in (torch.bool, torch.uint8) for t in given)
+
+
+def failure(error: Exception) -> tuple[str, str]:
+    """What is wrong where a step failed as it was recorded, and what to do; an error of graphir's says both itself."""
+    if isinstance(error, GraphirError):
+        return error.what, error.fix
+    said = str(error)
+    for pattern, what, fix in _IN_TORCHS_WORDS:
+        if match := re.match(pattern, said):
+            return match.expand(what), fix
+    return (
+        f"the step failed while it was recorded: {in_short(error)}",
+        "check that the step runs by itself on these inputs; numpy and foreign code can't be recorded",
+    )
+
+
+def refused_by_fake(error: Exception, form: Form, scope: str) -> CaptureError:
+    """The error for what fake tensors can't compute."""
+    if isinstance(error, UnsupportedOperatorException):
+        return CaptureError(
+            f"torch can't tell the shape of what {form.type} makes without computing it",
+            where=where(scope),
+            fix="use operators on plain dense tensors",
+        )
+    return CaptureError(
+        f"the result of {form.type} can't be known without the data: {type(error).__name__}",
+        where=where(scope),
+        fix=_REMEDIES.get(form.type.rpartition(".")[0], _FIXED_SHAPE),
+    )

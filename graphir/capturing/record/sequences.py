@@ -1,0 +1,243 @@
+"""Sequences of several lengths: losses of CTC, and packed sequences.
+
+Lengths that are Python integers are no data. Torch's C++ reads those of packed sequences out of a tensor's memory. A
+fake tensor has none: where its values are known, a real tensor is read in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...errors import CaptureError
+from ...ir.meta import rule_of
+from ...ir.opset import without_defaults
+from ..isolate.patches import replaced
+from ..words.libraries import Outside
+from ..words.places import where
+from .extents import plain
+from .scopes import Scopes
+from .tape import Tape
+
+__all__ = ["is_ctc", "record_ctc", "refuse_packed", "sequences_followed"]
+
+_aten: Final = torch.ops.aten
+_CTC: Final = _aten._ctc_loss.Tensor
+_CTC_BACKWARD: Final = _aten._ctc_loss_backward.Tensor
+_READERS: Final = frozenset(module.forward.__code__ for module in (torch.nn.GRU, torch.nn.LSTM, torch.nn.RNN))
+_RECURRENT: Final = ("gru", "lstm", "rnn_relu", "rnn_tanh")
+
+Known = Callable[[torch.Tensor], "torch.Tensor | None"]
+
+
+def is_ctc(func: object) -> bool:
+    """Whether :func:`record_ctc` records *func*."""
+    return func is _CTC or func is _CTC_BACKWARD
+
+
+def record_ctc(tape: Tape, func: Any, args: Sequence[Any]) -> Any:
+    """Record a CTC loss, or its backward, as graphir's own type; returns what *func* would.
+
+    Args:
+        tape: records it.
+        func: the operator.
+        args: its arguments, with fake tensors of the recording.
+    """
+    if func is _CTC:
+        losses = _recorded(tape, "graphir.ctc_loss", args[:4], args[4:])
+        return losses, tape.fake((0,), (1,), losses.dtype)  # the table, which the backward fills again
+    return _recorded(tape, "graphir.ctc_loss_backward", args[:5], args[7:])
+
+
+def _recorded(tape: Tape, type: str, tensors: Sequence[torch.Tensor], options: Sequence[Any]) -> torch.Tensor:
+    named = dict(zip(("blank", "zero_infinity"), options, strict=False))
+    made = rule_of(type)(*tensors, **named)
+    inputs = tuple([tape.read(tensor) for tensor in tensors])
+    (value,) = tape.emit_own(type, inputs, None, without_defaults(type, named), [made])
+    return tape.window(value)
+
+
+@contextlib.contextmanager
+def sequences_followed(scopes: Scopes, known: Known) -> Iterator[None]:
+    """While this is active, lengths that are Python integers, or whose values are known, are no data.
+
+    Args:
+        scopes: which module runs.
+        known: what a tensor holds, if that is known; else None.
+
+    Raises:
+        CaptureError: the lengths of packed sequences are data.
+    """
+
+    def numbers(lengths: torch.Tensor) -> torch.Tensor:
+        found = known(lengths) if isinstance(lengths, FakeTensor) else lengths
+        if found is None:
+            raise _lengths_are_data(scopes.current)
+        return found
+
+    def integers(lengths: torch.Tensor) -> list[int]:
+        with _disable_current_modes():
+            return [int(length) for length in numbers(lengths)]
+
+    def pack(input: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        frames, batch = input.shape[:2][:: -1 if batch_first else 1]
+        blocks = _blocks(integers(lengths), batch, frames)
+        data: torch.Tensor = _Pack.apply(input, blocks, batch_first)  # type: ignore[no-untyped-call]
+        return data, torch.tensor([block.rows for block in blocks for _ in range(block.frames)])
+
+    def pad(
+        data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding_value: float, total_length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return _padded(data, integers(batch_sizes), batch_first, padding_value, total_length)
+
+    def recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(input: Any, second: Any, third: Any, fourth: Any, *args: Any) -> Any:
+            packed = not isinstance(fourth, bool)  # the sizes of batches come before the hidden state and the weights
+            return function(input, numbers(second) if packed else second, third, fourth, *args)
+
+        return run
+
+    torchs: Any = torch._VF
+    replacements = {name: recurrent(getattr(torchs, name)) for name in _RECURRENT}
+    replacements |= {"_pack_padded_sequence": pack, "_pad_packed_sequence": pad}
+    with replaced(torchs, replacements), replaced(torch, {"ctc_loss": _with_tensors(torch.ctc_loss)}):
+        yield
+
+
+def refuse_packed(frame: FrameType, scope: str) -> None:
+    """Raise where the code that runs in *frame*, which reads a number of data, is a recurrent module of torch: it reads
+    how many sequences a packed one holds.
+
+    Raises:
+        CaptureError: it is.
+    """
+    if frame.f_code in _READERS:
+        raise _lengths_are_data(scope)
+
+
+def _lengths_are_data(scope: str) -> CaptureError:
+    return CaptureError(
+        "how sequences are packed follows from their lengths, which are data",
+        where=where(scope),
+        fix=Outside(
+            "pass pack_padded_sequence lengths that are Python integers, [7, 5, 3]: each list of them has a program of "
+            "its own, so sort sequences into buckets of few lengths; or run the padded sequences, and mask what is "
+            "behind their ends; or train by graphir.DataParallel with the loss outside of the model, which runs "
+            "eagerly what can't be captured"
+        ),
+    )
+
+
+def _with_tensors(ctc_loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """*ctc_loss* with lengths as tensors: those of all sequences alike follow the batch.
+
+    Torch divides by the lengths of targets, which as integers become numbers of the loss's type.
+    """
+
+    def call(log_probs: torch.Tensor, targets: torch.Tensor, frames: Any, labels: Any, *options: Any) -> torch.Tensor:
+        if not isinstance(frames, torch.Tensor) and not isinstance(labels, torch.Tensor):
+            _check_lengths(log_probs, targets, frames, labels)
+            frames, labels = _lengths(frames), _lengths(labels)
+        return ctc_loss(log_probs, targets, frames, labels, *options)
+
+    return call
+
+
+def _check_lengths(
+    log_probs: torch.Tensor, targets: torch.Tensor, frames: Sequence[int], labels: Sequence[int]
+) -> None:
+    """What torch's kernel asks of lengths; that the sizes are as large becomes a guard of the program.
+
+    Raises:
+        ValueError: torch would refuse the lengths.
+    """
+    if max(frames, default=0) > log_probs.shape[0]:
+        raise ValueError(f"a sequence has {max(frames)} frames, log_probs {log_probs.shape[0]}")
+    if targets.dim() == 1 and sum(labels) != targets.shape[0]:
+        raise ValueError(f"the sequences have {sum(labels)} labels, targets {targets.shape[0]}")
+    if max(labels, default=0) > targets.shape[-1]:
+        raise ValueError(f"a sequence has {max(labels)} labels, targets {targets.shape[-1]}")
+
+
+def _lengths(given: Sequence[int]) -> torch.Tensor:
+    lengths = [int(plain(length)) for length in given]
+    alike = len(set(lengths)) == 1
+    return torch.full((len(lengths),), lengths[0], dtype=torch.int64) if alike else torch.tensor(lengths)
+
+
+class _Block(NamedTuple):
+    """Frames at which as many sequences go on: the first *rows*, which are the longest."""
+
+    first: int
+    frames: int
+    rows: int
+
+
+def _blocks(lengths: list[int], batch: int, longest: int) -> list[_Block]:
+    """The blocks of sequences of these lengths, as torch's ``_pack_padded_sequence`` finds them.
+
+    Raises:
+        ValueError: torch would refuse the lengths.
+    """
+    if len(lengths) != batch:
+        raise ValueError(f"there are {len(lengths)} lengths for {batch} sequences")
+    if sorted(lengths, reverse=True) != lengths:
+        raise ValueError(f"lengths {lengths} do not descend, and enforce_sorted is true")
+    if not lengths or lengths[-1] <= 0 or lengths[0] > longest:
+        raise ValueError(f"lengths {lengths} are not between 1 and {longest}, the frames that there are")
+    found: list[_Block] = []
+    done = 0
+    for shorter, length in enumerate(reversed(lengths)):
+        if length > done:
+            found.append(_Block(done, length - done, batch - shorter))
+            done = length
+    return found
+
+
+class _Pack(torch.autograd.Function):
+    """The frames of sequences, without what pads them, by the same copies as torch's."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, blocks: list[_Block], batch_first: bool) -> torch.Tensor:
+        frames_first = input.transpose(0, 1) if batch_first else input
+        ctx.blocks, ctx.batch_first, ctx.shape = blocks, batch_first, frames_first.shape
+        shape = (-1, *frames_first.shape[2:])
+        shown = [frames_first.narrow(0, b.first, b.frames).narrow(1, 0, b.rows) for b in blocks]
+        return torch.cat([block.contiguous().view(shape) for block in shown])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Torch copies each frame into zeros; here each block is padded, which copies no frame twice."""
+        longest, batch, *rest = ctx.shape
+        parts, done = [], 0
+        for block in ctx.blocks:
+            part = grad.narrow(0, done, block.frames * block.rows).reshape(block.frames, block.rows, *rest)
+            parts.append(torch.constant_pad_nd(part, [*[0, 0] * len(rest), 0, batch - block.rows]))
+            done += block.frames * block.rows
+        missing = longest - sum(block.frames for block in ctx.blocks)
+        padded = torch.cat([*parts, grad.new_zeros((missing, batch, *rest))] if missing else parts)
+        return padded.transpose(0, 1) if ctx.batch_first else padded, None, None
+
+
+def _padded(
+    data: torch.Tensor, batch_sizes: list[int], batch_first: bool, padding_value: float, total_length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Padded sequences and their lengths, by the operators of torch's ``_pad_packed_sequence``."""
+    frames = total_length if total_length > 0 else len(batch_sizes)
+    output = torch.full((frames, batch_sizes[0], *data.shape[1:]), padding_value, dtype=data.dtype)
+    done, first, lengths = 0, 0, list[int]()
+    for last, rows in enumerate([*batch_sizes[1:], 0], start=1):
+        before = batch_sizes[last - 1]
+        if rows == before:
+            continue
+        block = data.narrow(0, done, (last - first) * before).view(last - first, before, *data.shape[1:])
+        _aten.slice(_aten.slice(output, 0, first, last), 1, 0, before).copy_(block)
+        done, first = done + (last - first) * before, last
+        lengths += [last] * (before - rows)
+    return output.transpose(0, 1) if batch_first else output, torch.tensor(lengths[::-1])

@@ -1,0 +1,404 @@
+"""The tape: a step as calls on values that never change, and the memory through which the step sees these.
+
+A tensor of the step shows one value after another, as it is overwritten. The tape knows which one it shows now, makes
+views anew where their memory has changed, and says of each call which module, line and phase it belongs to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ...errors import CaptureError
+from ...ir.operator import Arg, Phase
+from ...ir.symbols import to_symbol
+from ...ir.tensor import geometry_of
+from ..isolate.caches import Made
+from ..words.places import DENSE, USE_REENTRANT, where
+from .belonging import Belonging
+from .edges import differentiable
+from .extents import Extents
+from .forms import Bound, Form, form_of
+from .known import is_known_result
+from .memory import Memory
+from .results import Results, in_sequence
+from .scopes import Scopes
+from .seeds import SeedIds, seedable
+from .source_lines import SourceLines
+from .told_sizes import ToldSizes
+from .values import Alias, Call, Replay, Value
+
+__all__ = ["Tape"]
+
+
+class Tape:
+    """The calls of a step, in order, on values that never change.
+
+    Attributes:
+        calls: in order.
+        values: every value, externals first, at its index.
+        phase: forward, backward or update.
+        seeds: of the operators that draw random numbers.
+        extents: what the step makes of its sizes, and asks about them.
+        scopes: which module runs.
+
+    Args:
+        named: whether calls and values get names, modules and lines.
+    """
+
+    def __init__(self, fake_mode: FakeTensorMode, scopes: Scopes, lines: SourceLines, named: bool) -> None:
+        self.calls: list[Call] = []
+        self.values: list[Value] = []
+        self.phase: Phase = "forward"
+        self.seeds = SeedIds(draws=False)
+        self.scopes, self._lines, self._named = scopes, lines, named
+        self._memory = Memory()
+        self._results = Results(fake_mode, self._scope)
+        self.extents = Extents(self._place)
+        self._told_sizes = ToldSizes(self.extents, self._memory.find)
+        self._owners: dict[int, Value] = {}
+        self._belonging = Belonging()
+        self._prefix, self._first = "", 0
+
+    # What exists before the step.
+
+    def fake(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A fake tensor with memory of its own."""
+        return self._results.empty(tuple(shape), tuple(strides), dtype)
+
+    def external(self, tensor: torch.Tensor, name: str, kind: str, shared: str = "") -> Value:
+        """Make a fake tensor known as a parameter, buffer, constant or input; for *shared* see :class:`.Store`."""
+        value = self._value(tensor, name, "", follows_input=kind == "input")
+        value.kind = kind
+        self._memory.add_base(tensor, value, kind in ("param", "buffer", "state"), shared)
+        return value
+
+    def release(self) -> None:
+        """Forget the step, once it is recorded: what refers to itself would have to be found by the collector."""
+        self._memory.release()
+        self.calls, self.values, self._owners, self._belonging = [], [], {}, Belonging()
+
+    def here(self) -> str:
+        """The module whose code runs, as errors say it."""
+        return where(self.scopes.current)
+
+    # How far the step is.
+
+    @contextlib.contextmanager
+    def follow_step(self) -> Iterator[None]:
+        """Note what sizes the step tests; where it is named, know which module runs, and name what that returns."""
+        with contextlib.ExitStack() as stack:
+            if self._named:
+                stack.enter_context(self.scopes.follow(lambda: len(self.values), self.claim))
+            stack.enter_context(self._told_sizes.told())
+            yield
+
+    def start_micro_batch(self, prefix: str) -> None:
+        """From here on, operators belong to the forward of the micro-batch whose names start with *prefix*."""
+        self.phase, self._prefix, self._first = "forward", prefix, len(self.values)
+        for value in self.values:
+            value.edge = None
+
+    def exchanges_refused(self) -> contextlib.AbstractContextManager[None]:
+        """While this is active, a step that exchanges a tensor's memory (``x.data = …``) is refused."""
+        return self._memory.exchanges_refused()
+
+    def end_forward(self) -> None:
+        """Check that the forward has changed tensors by operators alone, in the recording that is named.
+
+        Raises:
+            CaptureError: it gave a tensor other memory (``x.data = …``).
+        """
+        if self._named:
+            self._memory.check_unexchanged()
+
+    def start_backward(self) -> list[tuple[Value, Any]]:
+        """From here on, operators belong to the backward of the forward value whose gradient is being computed.
+
+        Returns:
+            Each forward value that has a gradient, and where that arrives: its tensor, or an edge of the graph. Of the
+            values that operators made, those of the current micro-batch.
+        """
+        seen = (alias for alias in self._memory if alias.value.index >= self._first or alias.value.root.kind)
+        found = list(differentiable(seen, self.values))
+        functions: dict[int, Value] = {}
+        for value, edge in found:
+            node = edge.grad_fn if isinstance(edge, torch.Tensor) else edge.node
+            if node is not None:
+                self._owners.setdefault(node._sequence_nr(), value)
+                if isinstance(node, torch.autograd.function.BackwardCFunction):
+                    functions[node._sequence_nr()] = value  # the last result, which needs all calls before
+                if type(node).__name__ == "CheckpointFunctionBackward":
+                    raise CaptureError(
+                        "reentrant checkpointing runs a backward of its own inside the backward",
+                        where=where(value.scope, value.call.line if value.call is not None else ""),
+                        fix=USE_REENTRANT,
+                    )
+        self._belonging.unite(functions)
+        self.phase = "backward"
+        return found
+
+    def end_backward(self, first: int, gradients: Sequence[tuple[Value, Value]]) -> None:
+        """Note which values the calls of the backward belong to.
+
+        Args:
+            first: position of the micro-batch's first call.
+            gradients: values, and what their gradients are.
+        """
+        forward = [call for call in self.calls[first:] if call.phase == "forward"]
+        self._belonging.end_backward(forward, gradients)
+
+    def start_update(self) -> None:
+        """From here on, operators belong to the update."""
+        self.phase, self._prefix = "update", ""
+
+    # What tensors show.
+
+    def seen(self) -> Iterator[Made]:
+        """The tensors seen so far, in the order in which they were seen."""
+        for alias in self._memory:
+            value, call = alias.value, alias.value.call
+            made = ("", "") if call is None else (call.type, call.line)
+            yield Made(alias.tensor, *made, value.known)
+
+    def read(self, tensor: torch.Tensor) -> Value:
+        """The value that a tensor shows now."""
+        return self._current(self._alias(tensor))
+
+    def window(self, value: Value) -> torch.Tensor:
+        """A new tensor that shows *value*; what is done to it is done to no other tensor."""
+        tensor = self.fake(value.shape, value.strides, value.dtype)
+        self._memory.add_base(tensor, value, persistent=False)
+        return tensor
+
+    def claim(self, tensor: torch.Tensor, name: str, before: int) -> None:
+        """Name what a module returns after it, if an operator made it while the module ran."""
+        alias = self._memory.find(tensor)
+        if alias is not None and alias.generation == alias.store.generation:
+            value = alias.value
+            if value.claim is None and not value.kind and value.index >= before:
+                value.claim = name
+
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        """Whether what a tensor holds follows from sizes and literals alone."""
+        alias = self._memory.find(tensor)
+        return alias is not None and alias.generation == alias.store.generation and alias.value.known
+
+    def _value(self, tensor: torch.Tensor, label: str, scope: str, follows_input: bool) -> Value:
+        value = Value(len(self.values), tensor, label, scope, self.phase)
+        value.follows_input, value.prefix = follows_input, self._prefix
+        self.values.append(value)
+        return value
+
+    def _alias(self, tensor: torch.Tensor) -> Alias:
+        return self._memory.alias(tensor, self.scopes.current)
+
+    def _current(self, alias: Alias) -> Value:
+        if alias.generation != alias.store.generation:
+            parent = alias.parent
+            if parent is None:
+                raise AssertionError("the base of a store is always current")
+            seen = self._current(parent)
+            if alias.replay is None:
+                alias.value = seen
+            else:
+                func, args, kwargs = alias.replay
+                args = tuple(seen if a is parent.tensor else a for a in args)
+                alias.value = self.emit(func, args, kwargs)[alias.position]
+            alias.generation = alias.store.generation
+        return alias.value
+
+    # Calls that the step did not make itself.
+
+    def apply(self, func: Any, *args: Any, **kwargs: Any) -> Value:
+        """Record a call as :meth:`emit` does; returns the one value that it makes."""
+        (made,) = self.emit(func, args, kwargs)
+        return made
+
+    def emit(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Value]:
+        """Record a call of *func*; returns the values that it makes.
+
+        The tensors that it makes are no windows on the step's memory. To be used while the dispatcher calls, or in
+        :meth:`.recorder.Recorder.unseen`; elsewhere the dispatcher would record the call too.
+
+        Args:
+            func: the operator.
+            args: its arguments, values in the place of tensors; a tensor of the step stands for what it shows now.
+            kwargs: those by keyword, none of them a tensor.
+        """
+        form = form_of(func)
+        known = {id(arg.tensor): arg for arg in args if isinstance(arg, Value)}
+        tensors = tuple([arg.tensor if isinstance(arg, Value) else arg for arg in args])
+        bound = form.bind(tensors, kwargs)
+        inputs = tuple([known.get(id(t)) or self.read(t) for t in bound.tensors])
+        pairs = list(zip(bound.tensors, inputs, strict=True))
+        geometries = [v.geometry if v.tensor is t else geometry_of(t) for t, v in pairs]
+        out = self._results.of(form, bound, geometries, tensors, kwargs)
+        call, source = self._call(form, bound, inputs)
+        outs = in_sequence(out)
+        for tensor in outs:
+            value = self._value(tensor, form.label, call.scope, any(v.follows_input for v in inputs))
+            value.call, value.source, value.known = call, source, is_known_result(call)
+            storage = tensor.untyped_storage()._cdata
+            for (t, v), geometry in zip(pairs, geometries, strict=True):
+                if t.untyped_storage()._cdata == storage:
+                    value.root = v.root
+                    value.offset = v.offset + value.geometry.offset - geometry.offset
+            call.outputs += (value,)
+        call.results = "[" + "t" * len(outs) + "]" if form.returns_list else None
+        self.calls.append(call)
+        return list(call.outputs)
+
+    def emit_own(
+        self,
+        type: str,
+        inputs: tuple[Value, ...],
+        operands: str | None,
+        args: Mapping[str, Arg],
+        made: Sequence[torch.Tensor],
+    ) -> tuple[Value, ...]:
+        """Record a call of one of graphir's own types, which makes values like the fake tensors *made*."""
+        call, source = self._call_of(type, inputs, operands, args)
+        for tensor in made:
+            label = type.removeprefix("graphir.").removesuffix("_backward")
+            value = self._value(tensor, label, call.scope, any(v.follows_input for v in inputs))
+            value.call, value.source = call, source
+            call.outputs += (value,)
+        self.calls.append(call)
+        return call.outputs
+
+    # Calls, and where they come from.
+
+    def _record(self, form: Form, bound: Bound, inputs: tuple[Value, ...], out: Any, replay: Replay) -> None:
+        if form.default_dtype and (out.is_floating_point() or out.is_complex()):
+            bound.args.setdefault("dtype", to_symbol(out.dtype))  # where the program runs, the default may be another
+        call, source = self._call(form, bound, inputs)
+        self.calls.append(call)
+        if isinstance(out, torch.Tensor):
+            call.outputs = (self._result(out, form, call, bound, source, replay, 0),)
+            return
+        pattern: list[str] = []
+        made: list[Value] = []
+
+        def add(item: Any) -> None:
+            if isinstance(item, torch.Tensor):
+                made.append(self._result(item, form, call, bound, source, replay, len(made)))
+            pattern.append("t" if isinstance(item, torch.Tensor) else "_")
+
+        results = out if isinstance(out, (tuple, list)) and not form.returns_list else (out,)
+        for item in results if form.func._schema.returns else ():
+            if isinstance(item, (tuple, list)):
+                pattern.append("[")
+                for inner in item:
+                    add(inner)
+                pattern.append("]")
+            else:
+                add(item)
+        text = "".join(pattern)
+        call.outputs = tuple(made)
+        call.results = None if text == "t" * len(made) else text
+
+    def _result(
+        self,
+        tensor: torch.Tensor,
+        form: Form,
+        call: Call,
+        bound: Bound,
+        source: Value | None,
+        replay: Replay | None,
+        position: int,
+    ) -> Value:
+        if tensor.layout != torch.strided:
+            raise CaptureError(
+                f"{form.type} makes a {str(tensor.layout).removeprefix('torch.')} tensor",
+                where=where(call.scope),
+                fix=DENSE,
+            )
+        value = self._value(tensor, form.label, call.scope, any(v.follows_input for v in call.inputs))
+        value.call, value.source, value.known = call, source, is_known_result(call)
+        store = self._memory.store(tensor)
+        if store is None:
+            self._memory.add_base(tensor, value, persistent=False)
+            return value
+        parent = next((a for t in bound.tensors if (a := self._alias(t)).store is store), None)
+        if parent is None:
+            raise CaptureError(f"{form.type} returns a view of a tensor that it was not given", where=where(call.scope))
+        self._memory.add_alias(tensor, value, parent, replay, position)
+        seen = parent.value
+        value.root = seen.root
+        value.offset = seen.offset + value.geometry.offset - parent.geometry.offset
+        return value
+
+    def _call(self, form: Form, bound: Bound, inputs: tuple[Value, ...]) -> tuple[Call, Value | None]:
+        """A call still without outputs, and the forward value whose gradient it helps to compute."""
+        type, seed = form.type, None
+        if form.draws(bound.args):
+            type, seed = form_of(seedable(form, self.here())).type, self.seeds.take()
+        return self._call_of(type, inputs, bound.operands, bound.args, seed)
+
+    def _call_of(
+        self,
+        type: str,
+        inputs: tuple[Value, ...],
+        operands: str | None,
+        args: Mapping[str, Arg],
+        seed: int | None = None,
+    ) -> tuple[Call, Value | None]:
+        source, scope = self._origin(inputs)
+        call = Call(type, inputs, operands, args, scope, self.phase, seed, self._line(source, inputs))
+        if self._named and self.phase == "forward":
+            self._belonging.in_forward(call)
+        elif self._named and self.phase == "backward":
+            self._belonging.in_backward(call, self._owner() or source)
+        return call, source
+
+    def _line(self, source: Value | None, inputs: Sequence[Value]) -> str:
+        """The source line of what is running; of a backward that torch runs, that of its forward.
+
+        Where capture itself adds losses up, or divides them, it is the line of what it reads. Empty where nobody asks.
+        """
+        if not self._named:
+            return ""
+        line = self._lines.current()
+        if line:
+            return line
+        read = (source or self._owner(), *inputs)
+        made = [v.call.line for v in read if v is not None and v.call is not None]
+        return next(filter(None, made), "")
+
+    def _place(self) -> str:
+        """The module and the source line that run."""
+        return where(self._scope(), self._lines.current())
+
+    def _scope(self) -> str:
+        """The module that is running."""
+        return self._origin(())[1]
+
+    def _origin(self, inputs: Sequence[Value]) -> tuple[Value | None, str]:
+        """Whose gradient is being computed, and the module that an operator belongs to.
+
+        Autograd has nodes that made no value that the step saw, as those of a view of overwritten memory, and runs some
+        operators outside of nodes, as the one that makes the loss's gradient. They belong to what they read.
+        """
+        scope = self.scopes.current
+        if self.phase == "forward" or scope:
+            return None, scope
+        owner = self._owner()
+        if owner is not None and torch.is_grad_enabled():  # a checkpoint runs its forward again
+            return None, owner.scope
+        if self.phase == "backward" and owner is None:
+            made = [v for v in inputs if v.call is not None]
+            owner = next((v.source for v in made if v.source is not None), None)
+            owner = owner or next((v for v in made if v.phase == "forward"), None)
+        if owner is not None:
+            return owner, owner.scope
+        return None, next((v.scope for v in inputs if v.scope), "")
+
+    def _owner(self) -> Value | None:
+        """The forward value whose gradient autograd's running node computes."""
+        node = torch._C._current_autograd_node()
+        return self._owners.get(node._sequence_nr()) if node is not None else None

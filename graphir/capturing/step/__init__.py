@@ -1,0 +1,1 @@
+"""One run of a step, from its forward to its gradients. Imports words, intake, isolate and record."""

@@ -1,0 +1,80 @@
+"""Whether two recordings are of one step: the same calls, the same constants, and parts that became the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ...ir.tensor import same_bits
+from ..record.values import Value
+from .recorded_step import Recording
+
+__all__ = ["Outline", "differing_part", "outcome", "same_step"]
+
+
+class Outline(NamedTuple):
+    """What a program's recording was, as far as the program does not say it.
+
+    Attributes:
+        names: the blob of each value, at its index.
+        parts: what the parts of the step became; see :func:`outcome`.
+        calls: how many operators of the program's step are recorded ones; updates are behind them.
+        constants: the tensors that the program has copies of, by their blobs.
+    """
+
+    names: Sequence[str]
+    parts: Mapping[str, object]
+    calls: int
+    constants: Mapping[str, torch.Tensor]
+
+
+def outcome(recording: Recording) -> Mapping[str, object]:
+    """What the parts of a step became, by what they are called in errors: values by their positions."""
+    finished = recording.finished
+    return {
+        "the constants that it reads": [value.index for value, _ in recording.constants],
+        "its arguments": (
+            [None if value is None else value.index for value in recording.inputs],
+            [(position, output.index, gradient.index) for position, output, gradient in recording.given],
+        ),
+        "what the model returns": (
+            [leaf.index if isinstance(leaf, Value) else repr(leaf) for leaf in recording.returned],
+            recording.results,
+            [value.index for value in recording.of_inputs],
+        ),
+        "its loss": recording.loss and recording.loss.index,
+        "the gradients of activations": [
+            (value.index, gradient.index) for value, gradient in [*recording.gradients, *recording.parts]
+        ],
+        "the gradients of parameters": (
+            [(param.index, gradient.index) for param, gradient in finished.gradients],
+            finished.found_inf and finished.found_inf.index,
+            {param: (pair.indices.index, pair.values.index) for param, pair in recording.sparse_gradients.items()},
+        ),
+    }
+
+
+def differing_part(a: Recording, b: Recording) -> str:
+    """The first part of a step that became other values in one recording than in the other; empty where none did."""
+    theirs = outcome(b)
+    return next((part for part, became in outcome(a).items() if became != theirs[part]), "")
+
+
+def same_step(a: Recording, b: Recording) -> bool:
+    """Whether two recordings at the same sizes are of the same step."""
+    return (
+        not differing_part(a, b)
+        and _described(a) == _described(b)
+        and all(same_bits(x, y) for (_, x), (_, y) in zip(a.constants, b.constants, strict=True))
+    )
+
+
+def _described(recording: Recording) -> list[object]:
+    """The calls with all of their sizes."""
+    calls: list[object] = []
+    for call in recording.calls:
+        made = [(v.shape, v.strides, v.offset) for v in call.outputs]
+        calls.append((*call.pattern, repr(call.args), made))
+    return calls

@@ -1,0 +1,205 @@
+"""From the backward to the update: gradients unscaled and clipped, as ``torch.amp`` and ``torch.nn.utils`` do.
+
+::
+
+    fc.weight_grad ──▶ fc.weight_grad.unscaled ──▶ fc.weight_grad.clipped ──▶ update of fc.weight
+                └────▶ fc.weight_grad.found_inf ──▶ found_inf ──▶ every update, the next loss scale
+
+Torch's own operators are recorded in the phase ``update``. Replicas do it to the reduced gradients, so that all of them
+do the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+import torch
+
+from ...errors import CaptureError
+from ..intake.options import LossScaler, Options
+from ..record.recorder import Recorder
+from ..record.values import Call, Value
+from ..words.places import where
+
+__all__ = ["Finished", "fake_scaler", "finish_gradients", "refuse_sparse", "scale_loss"]
+
+_aten: Final = torch.ops.aten
+
+
+class Finished(NamedTuple):
+    """The gradients of the parameters, unscaled and clipped.
+
+    Attributes:
+        gradients: parameters, and what their updates read or the caller gets.
+        found_inf: 1 where a gradient was infinite or NaN, so that the updates are skipped; None where they never are.
+    """
+
+    gradients: list[tuple[Value, Value]]
+    found_inf: Value | None = None
+
+
+def fake_scaler(scaler: LossScaler, recorder: Recorder) -> LossScaler:
+    """The scaler with fakes in the place of its tensors, which become state of the program."""
+    fakes = []
+    for name, tensor in (("scale", scaler.scale), ("growth_tracker", scaler.growth_tracker)):
+        fakes.append(recorder.fake((), (), tensor.dtype))
+        recorder.constants.append((recorder.external(fakes[-1], f"loss_scale.{name}", "state"), tensor))
+    return scaler._replace(scale=fakes[0], growth_tracker=fakes[1])
+
+
+def scale_loss(loss: torch.Tensor, scale: float | LossScaler | None) -> torch.Tensor:
+    """What the backward starts from."""
+    if scale is None:
+        return loss
+    return loss * (scale.scale if isinstance(scale, LossScaler) else scale)
+
+
+def refuse_sparse(recorder: Recorder, options: Options) -> None:
+    """Raise where sparse gradients would have to be added up, scaled or clipped.
+
+    Raises:
+        CaptureError: names the option and the parameter.
+    """
+    given = [name for name, value in options._asdict().items() if value != Options._field_defaults[name]]
+    for index in recorder.sparse.gradients if given else ():
+        raise CaptureError(
+            f"{given[0]} is given, but {recorder.values[index].label!r} has a sparse gradient",
+            fix=f"use sparse=False, or leave {given[0]} out",
+        )
+
+
+def finish_gradients(
+    gradients: Sequence[tuple[Value, Value]], options: Options, scale: float | LossScaler | None, recorder: Recorder
+) -> Finished:
+    """Unscale and clip.
+
+    Args:
+        gradients: parameters and their gradients, in the order of ``model.parameters()``.
+        options: of the capture.
+        scale: by which the loss was multiplied; of a scaler its fake.
+        recorder: in which it is recorded.
+
+    Raises:
+        CaptureError: a ``GradScaler`` would not unscale a gradient, or there is none at all.
+    """
+    if scale is None and options.clip_grad_norm is None and options.clip_grad_value is None:
+        return Finished(list(gradients))
+    if not gradients:
+        raise CaptureError(
+            "no parameter of the optimizer has a gradient to scale back or to clip",
+            fix="give the optimizer parameters that the loss depends on",
+        )
+    recorder.start_update()
+    first = len(recorder.calls)
+    params, originals = [param for param, _ in gradients], [gradient for _, gradient in gradients]
+    made = originals
+    found_inf = None
+    with torch.no_grad():
+        if isinstance(scale, LossScaler):
+            _refuse_half(gradients)
+            made, found_inf = _unscale(originals, scale, recorder)
+        elif scale is not None:
+            made = [
+                _called(recorder.read(tensor * (1.0 / scale)), "unscaled", of=gradient)
+                for tensor, gradient in zip(map(recorder.window, originals), originals, strict=True)
+            ]
+        if options.clip_grad_norm is not None or options.clip_grad_value is not None:
+            made = _clip(params, originals, made, options, recorder)
+    for call in recorder.calls[first:]:
+        if all(value.source is None for value in call.outputs):
+            call.scope = ""  # it belongs to all parameters
+    return Finished(list(zip(params, made, strict=True)), found_inf)
+
+
+def _called(value: Value, label: str, of: Value | None = None) -> Value:
+    """*value* under the name ``<of>.<label>``, or *label* where it belongs to no gradient alone."""
+    if of is None:
+        value.claim = label
+    else:
+        value.source, value.label = of, label
+    return value
+
+
+def _refuse_half(gradients: Sequence[tuple[Value, Value]]) -> None:
+    for param, gradient in gradients:
+        if gradient.dtype == torch.float16:
+            raise CaptureError(
+                f"the gradient of {param.label!r} is torch.float16, which a GradScaler does not unscale",
+                where=where(param.scope),
+                fix="keep the parameters in float32 and compute in float16 under torch.autocast",
+            )
+
+
+def _unscale(gradients: Sequence[Value], scaler: LossScaler, recorder: Recorder) -> tuple[list[Value], Value]:
+    """``GradScaler.unscale_`` and ``GradScaler.update``; the first also says whether to skip the updates."""
+    inverse = scaler.scale.double().reciprocal().float()
+    none = torch.full((), 0.0, dtype=torch.float32, device="cpu")
+    for tensor, name in ((inverse, "loss_scale.inverse"), (none, "loss_scale.found_none")):
+        _called(recorder.read(tensor), name)
+    unscaled, found = [], []
+    for gradient in gradients:
+        (tensor,), found_inf = _aten._amp_foreach_non_finite_check_and_unscale.default(
+            [recorder.window(gradient)], none, inverse
+        )
+        found.append(found_inf)
+        _called(recorder.read(found_inf), "found_inf", of=gradient)
+        unscaled.append(_called(recorder.read(tensor), "unscaled", of=gradient))
+    together = torch.stack(found)
+    _called(recorder.read(together), "found_infs")
+    any_found = together.amax()
+    _aten._amp_update_scale_.default(
+        scaler.scale,
+        scaler.growth_tracker,
+        any_found,
+        scaler.growth_factor,
+        scaler.backoff_factor,
+        scaler.growth_interval,
+    )
+    return unscaled, _called(recorder.read(any_found), "found_inf")
+
+
+def _clip(
+    params: Sequence[Value],
+    originals: Sequence[Value],
+    gradients: Sequence[Value],
+    options: Options,
+    recorder: Recorder,
+) -> list[Value]:
+    """What ``clip_grad_norm_`` or ``clip_grad_value_`` makes of the gradients, called after the *originals*."""
+    first = len(recorder.calls)
+    tensors = [param.tensor for param in params]
+    windows = [recorder.window(gradient) for gradient in gradients]
+    for tensor, window in zip(tensors, windows, strict=True):
+        tensor.grad = window
+    if options.clip_grad_norm is not None:
+        total = torch.nn.utils.clip_grad_norm_(tensors, options.clip_grad_norm, foreach=False)
+        of = {gradient.index: original for gradient, original in zip(gradients, originals, strict=True)}
+        _name_norms(recorder.calls[first:], of, recorder.read(total))
+    else:
+        assert options.clip_grad_value is not None
+        torch.nn.utils.clip_grad_value_(tensors, options.clip_grad_value, foreach=False)
+    for tensor in tensors:
+        tensor.grad = None
+    return [
+        _called(recorder.read(window), "clipped", of=original)
+        for window, original in zip(windows, originals, strict=True)
+    ]
+
+
+def _name_norms(calls: Sequence[Call], of: Mapping[int, Value], total: Value) -> None:
+    """Name what ``clip_grad_norm_`` recorded.
+
+    Args:
+        calls: the calls.
+        of: by the index of a gradient that they read, the one after which its norm is called.
+        total: what the function returned.
+    """
+    for call in calls:
+        (made,) = call.outputs
+        if made is total:
+            _called(made, "grad_norm")
+        elif call.inputs[0].index in of:
+            _called(made, "norm", of=of[call.inputs[0].index])
+        else:
+            _called(made, "grad_norms" if made.label == "stack" else f"grad_norm.{made.label}")

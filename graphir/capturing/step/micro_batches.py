@@ -1,0 +1,150 @@
+"""Micro-batches: one step's batch in equal parts, one after the other, their gradients added up.
+
+::
+
+    x ──▶ micro_0/x ──▶ micro_0/fc ──▶ micro_0/loss ──▶ micro_0/fc.weight_grad ──────────────┐
+    └───▶ micro_1/x ──▶ micro_1/fc ──▶ micro_1/loss ──▶ micro_1/fc.weight_grad ──▶ (+) ──▶ fc.weight_grad
+
+A part's activations are dead once its backward is done. Gradients are added where the backward makes them, as autograd
+adds to ``param.grad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from ...errors import CaptureError
+from ...ir.names import micro_batch_prefix
+from ...ir.size import BATCH
+from ..intake.arguments import Arguments, Leaf
+from ..record.recorder import Recorder
+from ..record.values import Call, Value
+
+__all__ = ["Sums", "micro_batch", "per_micro_batch", "prefix_of_micro_batch"]
+
+_aten: Final = torch.ops.aten
+
+
+def per_micro_batch(arguments: Arguments, accumulate: int) -> Arguments:
+    """The arguments with the size of one micro-batch as the dimension ``batch``.
+
+    Raises:
+        CaptureError: the batch can't be cut into so many equal parts.
+    """
+    if accumulate == 1:
+        return arguments
+    batch = arguments.dims.get(BATCH)
+    if batch is None:
+        raise CaptureError(
+            f"accumulate={accumulate}, but no argument has a batch dimension to cut",
+            fix="say with batch_dims which dimension of each tensor is the batch, or leave accumulate out",
+        )
+    size, rest = divmod(batch, accumulate)
+    if rest:
+        raise CaptureError(
+            f"accumulate={accumulate} does not divide the batch of {batch}",
+            fix=f"capture with a batch of {(size + 1) * accumulate}, or another multiple of {accumulate}",
+        )
+    return arguments._replace(dims={**arguments.dims, BATCH: size})
+
+
+def prefix_of_micro_batch(i: int, accumulate: int) -> str:
+    """What the names of a micro-batch's blobs start with; nothing where there is only one."""
+    return micro_batch_prefix(i) if accumulate > 1 else ""
+
+
+def micro_batch(
+    leaves: Sequence[Leaf], values: Sequence[Any], i: int, accumulate: int, recorder: Recorder
+) -> list[Any]:
+    """The leaves that micro-batch *i* is given.
+
+    Args:
+        leaves: of the step's arguments.
+        values: what stands for each of them.
+        i: position of the micro-batch.
+        accumulate: how many there are.
+        recorder: in which the cuts are recorded.
+    """
+    if accumulate == 1:
+        return list(values)
+    parts: dict[int, torch.Tensor] = {}
+    found: list[Any] = []
+    for leaf, value in zip(leaves, values, strict=True):
+        if leaf.batch_dim is None or not isinstance(value, torch.Tensor):
+            found.append(value)
+            continue
+        if id(value) not in parts:
+            length = value.shape[leaf.batch_dim] // accumulate
+            parts[id(value)] = value.narrow(leaf.batch_dim, i * length, length)
+            recorder.claim(parts[id(value)], leaf.name, 0)
+        found.append(parts[id(value)])
+    return found
+
+
+class Sums:
+    """Sums over micro-batches: of the losses, and of the parameters' gradients.
+
+    Attributes:
+        loss: the sum of the losses so far.
+        parts: parameters, and the gradients and the sums of some micro-batches.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._sums: dict[int, tuple[Value, Value]] = {}
+        self.loss: Value | None = None
+        self.parts: list[tuple[Value, Value]] = []
+
+    def add_loss(self, loss: Value) -> None:
+        """Add the loss of the next micro-batch."""
+        loss.claim = "loss"
+        if self.loss is not None:
+            loss = self._added(self.loss, loss)
+            loss.claim = "loss.sum"
+        self.loss = loss
+
+    def add_gradients(self, gradients: Sequence[tuple[Value, Value]], first: int) -> None:
+        """Add a micro-batch's gradients of the parameters.
+
+        Args:
+            gradients: parameters and gradients.
+            first: position of the micro-batch's first call.
+        """
+        calls = self._recorder.calls
+        backward_end = len(calls)
+        for param, gradient in gradients:
+            self.parts.append((param, gradient))
+            if param.index in self._sums:
+                gradient = self._added(self._sums[param.index][1], gradient)
+                gradient.label = "sum"
+                assert gradient.call is not None
+                gradient.call.of = param
+                self.parts.append((param, gradient))
+            self._sums[param.index] = param, gradient
+        calls[first:] = _early(calls[first:backward_end], calls[backward_end:])
+
+    def gradients(self) -> list[tuple[Value, Value]]:
+        """Parameters and their gradients, those of all micro-batches added up."""
+        whole = list(self._sums.values())
+        for _, gradient in whole:
+            gradient.prefix = ""
+        last = {gradient.index for _, gradient in whole}
+        self.parts = [(param, gradient) for param, gradient in self.parts if gradient.index not in last]
+        return whole
+
+    def _added(self, a: Value, b: Value) -> Value:
+        with self._recorder.unseen():
+            return self._recorder.apply(_aten.add.Tensor, a, b)
+
+
+def _early(calls: Sequence[Call], additions: Sequence[Call]) -> list[Call]:
+    """The calls with each addition after the one that makes its second operand, so that this lives no longer."""
+    after: dict[int, list[Call]] = {}
+    made = {id(call) for call in calls}
+    for addition in additions:
+        maker = addition.inputs[1].call
+        after.setdefault(id(maker) if id(maker) in made else 0, []).append(addition)
+    return [*[c for call in calls for c in (call, *after.get(id(call), ()))], *after.get(0, ())]

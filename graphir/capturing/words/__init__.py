@@ -1,0 +1,1 @@
+"""Words of refusals. Imports no other room."""

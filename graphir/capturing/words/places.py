@@ -1,0 +1,59 @@
+"""Words of refusals: where a step was refused, what a tensor is called, and remedies that several refusals give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+from ...errors import CaptureError
+from .libraries import Outside
+
+__all__ = ["BRANCHES", "DENSE", "READS_DATA", "USE_REENTRANT", "Broken", "Conditions", "described", "in_short", "where"]
+
+BRANCHES: Final = ("cond", "while_loop")
+"""Operators that take functions, and choose by data which of them run, or how often."""
+
+READS_DATA: Final = (
+    "compute with the tensor instead of its number: no .item(), float(), bool() or `if` on tensors; "
+    "torch.where chooses by data, torch._assert_async(condition) raises by it"
+)
+"""The remedy where a step reads a tensor's numbers."""
+
+DENSE: Final = Outside(
+    "use dense tensors: sparse=False for an embedding; y.index_add(0, rows, values[:, None] * x[columns]) for the "
+    "product with a sparse matrix"
+)
+"""The remedy where a step makes, reads or takes tensors that have no strides."""
+
+USE_REENTRANT: Final = Outside(
+    "pass use_reentrant=False to torch.utils.checkpoint.checkpoint; to models of transformers "
+    'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
+)
+"""The remedy for a checkpoint that runs a backward inside of the backward."""
+
+Conditions: TypeAlias = dict[str, Callable[[], object]]
+"""By the name of each condition, what raises :class:`Broken` once it does not hold."""
+
+
+class Broken(CaptureError):
+    """A condition that a step has broken; which one, and the error to raise."""
+
+    def __init__(self, condition: str, what: str, *, where: str = "", fix: str = "") -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.condition = condition
+
+
+def where(scope: str, line: str = "") -> str:
+    """``module 'layer1.0', at models/net.py:42``; ``the model`` for the outermost one."""
+    place = {"": "the model", "loss": "the loss function"}.get(scope, f"module {scope!r}")
+    return f"{place}, at {line}" if line else place
+
+
+def described(kind: str, name: str) -> str:
+    """What a parameter, buffer or input of a step is called: ``buffer 'mean'``, ``argument 'x'``."""
+    return f"{'argument' if kind == 'input' else kind} {name!r}"
+
+
+def in_short(error: Exception) -> str:
+    """The error's type, and its first line if it has one."""
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])

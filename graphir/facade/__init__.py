@@ -1,0 +1,1 @@
+"""What stands on passes and runtime: whole ways in one call, and the command line."""

@@ -1,0 +1,151 @@
+"""What a tensor holds or hides is no number or text of Python's: refused, unless it is only printed, or known."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from eager import assert_same_bits
+from graphir.passes import emit
+from graphir.runtime import Session
+from torch import Tensor, nn
+
+from graphir.capturing.capture import capture
+from graphir.errors import CaptureError
+
+pytestmark = pytest.mark.usefixtures("few_objects")
+
+ELSEWHERE = torch.ones(3)
+TEXT = "the text of a tensor reads numbers out of a tensor, so the step depends on data"
+DATA = "reads numbers out of a tensor, so the step depends on data"
+COPY = "Python's copy module copies a tensor of the step, which no program repeats"
+Way = Callable[[Tensor], Any]
+
+WAYS: dict[str, tuple[Way, str]] = {
+    "str": (lambda t: len(str(t.sum())), TEXT),
+    "repr": (lambda t: len(repr(t)), TEXT),
+    "a look into the text": (lambda t: "nan" in str(t), TEXT),
+    "format": (lambda t: len(format(t)), TEXT),
+    "an f-string": (lambda t: len(f"{t}"), TEXT),
+    "a part of an f-string": (lambda t: len(f"a {t} b"), TEXT),
+    "the repr in an f-string": (lambda t: len(f"{t!r}"), TEXT),
+    "a format": (lambda t: len(f"{t.sum():.3f}"), rf"\.__format__\(\) {DATA}"),
+    "str.format": (lambda t: len("{} {}".format("a", t)), TEXT),
+    "percent": (lambda t: len("%s" % t), TEXT),  # noqa: UP031
+    "a list's text": (lambda t: len(str([t])), TEXT),
+    "joined text": (lambda t: len("".join(map(str, (t, t)))), TEXT),
+    "text, though it is printed as well": (lambda t: (print(text := str(t)), len(text))[1], TEXT),
+    "a length that is printed": (lambda t: print(end="" if len(str(t)) else " ") or 1, TEXT),
+    "text for a function of the step": (lambda t: print(f"{t}".upper(), end="") or 1, TEXT),
+    "text that is printed and stored": (lambda t: print(text := f"{t}") or len(text), TEXT),
+    "tolist": (lambda t: t.detach().tolist()[0], "out of a tensor, so the step depends on data"),
+    "numpy": (lambda t: t.detach().numpy().sum(), rf"\.numpy\(\) {DATA}"),
+    "numpy's asarray": (lambda t: numpy.asarray(t.detach()).sum(), rf"\.numpy\(\) {DATA}"),
+    "numpy's from_dlpack": (lambda t: numpy.from_dlpack(t.detach()).sum(), rf"\.__dlpack__\(\) {DATA}"),
+    "pickle": (lambda t: len(pickle.dumps(t.detach())), rf"\.__reduce_ex__\(\) {DATA}"),
+    "torch.save": (lambda t: torch.save(t.detach(), io.BytesIO()) or 1, DATA),
+    "a copy": (copy.copy, COPY),
+    "a deep copy": (lambda t: copy.deepcopy(t.detach()), COPY),
+    "a copy of what holds it": (lambda t: copy.deepcopy([t.detach()])[0], COPY),
+    "the version": (lambda t: t._version, "the step asks how often a tensor was overwritten"),
+    "shared memory": (lambda t: t.is_shared(), "the step asks whether a tensor is in shared memory"),
+    "a storage's shared memory": (lambda t: t.untyped_storage().is_shared(), "asks whether a tensor is in shared mem"),
+    "an address": (lambda t: t.data_ptr() % 64, "the step asks where the data of a tensor lies"),
+    "a storage's address": (lambda t: t.untyped_storage().data_ptr() % 64, "asks where the data of a tensor lies"),
+}  # fmt: skip
+
+
+class Net(nn.Module):
+    """Scales by what *way* makes of the tensor that *chosen* chooses."""
+
+    def __init__(self, chosen: str, way: Way) -> None:
+        super().__init__()
+        self.fc, self.way, self.chosen = nn.Linear(3, 3), way, chosen
+        self.register_buffer("mean", torch.ones(3))
+        self.kept = torch.ones(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x)
+        tensors = {
+            "activation": h,
+            "input": x,
+            "parameter": self.fc.weight,
+            "buffer": self.mean,
+            "attribute": self.kept,
+            "tensor elsewhere": ELSEWHERE,
+            "known": torch.arange(3.0),
+        }
+        return h * self.way(tensors[self.chosen])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", list(WAYS))
+@pytest.mark.parametrize("chosen", ["activation", "tensor elsewhere"])
+def test_it_is_refused_with_module_line_and_remedy(chosen: str, name: str) -> None:
+    way, text = WAYS[name]
+    with pytest.raises(CaptureError, match=text) as error:
+        capture(nn.Sequential(Net(chosen, way)), (torch.randn(4, 3),))
+    assert error.value.where.startswith(f"module '0', at {Path(__file__).name}:") and error.value.fix
+    assert len(repr(ELSEWHERE)) > 0 and ELSEWHERE.tolist() and ELSEWHERE._version == 0  # torch's own again
+
+
+@pytest.mark.parametrize("chosen", ["input", "parameter", "buffer", "attribute"])
+def test_of_whatever_tensor_it_is(chosen: str) -> None:
+    for way, text in (WAYS["an f-string"], WAYS["the version"], WAYS["tolist"]):
+        with pytest.raises(CaptureError, match=text):
+            capture(Net(chosen, way), (torch.randn(4, 3),))
+
+
+@pytest.mark.parametrize(
+    "name", ["str", "repr", "an f-string", "a part of an f-string", "a format", "percent", "tolist"]
+)
+def test_what_is_known_has_its_own_text(name: str) -> None:
+    model = Net("known", WAYS[name][0])
+    program = capture(model, (torch.randn(4, 3),))
+    assert not program.fixed
+    x = torch.randn(7, 3)
+    with Session(emit(program), program.state) as session:
+        assert_same_bits({"out": session.step(x)}, {"out": model(x).detach()}, name)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="code does not say which function a call is of")
+def test_printing_and_logging_are_harmless(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def written(t: Tensor) -> int:
+        print(t)
+        print("t", t, [t], f"{t}", f"{t.sum()} and {t!r}", t.mean(), str(t), repr(t), sep="\n", end="\n")
+        print("t: %s" % t, f"{t.sum(dim=0)}", "=" * 3 + f"{t}", str(t)[:3])  # noqa: UP031
+        if not is_known:  # a log that is kept keeps the tensor, too
+            logging.getLogger("step").warning("%s", t)
+        return 2
+
+    for chosen in ("activation", "buffer", "attribute", "known"):
+        is_known = chosen == "known"
+        program = capture(Net(chosen, written), (torch.randn(4, 3),))
+        assert not program.fixed and [op.args for op in program.step.ops if op.type == "aten.mul.Tensor"] == [
+            {"other": 2}
+        ]
+    out = capsys.readouterr().out
+    assert "size=(4, 3)" in out and "tensor([0., 1., 2.])" in out and "size=(4, 3)" in caplog.text
+
+
+@pytest.mark.parametrize("chosen", ["activation", "buffer", "tensor elsewhere"])
+def test_what_a_refused_copy_is_to_be_instead(chosen: str) -> None:
+    with pytest.raises(CaptureError) as error:
+        capture(Net(chosen, WAYS["a copy"][0]), (torch.randn(4, 3),))
+    assert error.value.fix.startswith("write tensor.clone() instead")
+    assert not capture(Net(chosen, torch.clone), (torch.randn(4, 3),)).fixed
+
+
+def test_a_size_may_be_copied() -> None:
+    model = Net("activation", lambda t: copy.copy(t.shape)[1])
+    assert not capture(model, (torch.randn(4, 3),)).fixed
