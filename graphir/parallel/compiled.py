@@ -8,8 +8,8 @@
     sums of the parameters' gradients ◀──┘
 
 The plans run on the module's own parameters and buffers. They are captured at the first call of a kind, and kept for
-calls of that kind while the module is what it was: :mod:`graphir.facade.plan_cache`. Whatever they cannot stand for is left to
-eager replicas.
+calls of that kind while the module is what it was: :mod:`graphir.facade.plan_cache`. Whatever they cannot stand for is
+left to eager replicas.
 
 ``calls`` reads a call, ``lent_state`` lends the module's tensors to plans; ``plans`` has what runs forward and
 ``backward`` the node.
