@@ -23,7 +23,7 @@ def _switch(on: bool) -> None:
     if not on:
         gc.disable()
         return
-    # unfreeze lets go of all objects, also of those that somebody else froze. To count the frozen ones walks all of them.
+    # unfreeze lets go of what somebody else froze, too. To count the frozen objects is to walk all of them.
     if gc.get_count()[0] > _MANY and not gc.get_freeze_count():
         gc.freeze()
         gc.unfreeze()
