@@ -149,7 +149,7 @@ class Balancing:
         self.nearest: tuple[Attempt, Emitted] | None = None
         self.hand: Hand | None = None
         self.last_hand: Hand | None = None
-        self.begun = self.emitting = 0.0
+        self.begun, self.emitting = time.perf_counter(), 0.0
         self.interrupted = False
         self.emits = len(self.program.step.ops) <= _MOST_EMITTED
 
@@ -200,7 +200,7 @@ class Balancing:
         best = self.hands.best
         if best is not None and best is not self.last_hand:
             self.last_hand = best
-            ordered = best._replace(judged=self.plans.in_any_order(best.program, best.judged))
+            ordered = best._replace(judged=self.plans.in_any_order(best.program, best.judged, self.is_late))
             if self.hand is None or ordered.judged.seconds < self.hand.judged.seconds:
                 self.hand = ordered
 
@@ -370,7 +370,7 @@ class Balancing:
         known = self.best
         now = one.program is self.program
         if known is None or one.seconds < known[1].seconds or (now and one.seconds == known[1].seconds):
-            self.best = attempt, self.plans.fastest(one)
+            self.best = attempt, self.plans.fastest(one, self.is_late)
 
     def slow(self) -> bool:
         """Whether some plans are within the limits, and all of these take longer than their groups say."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from math import inf
 from typing import Final, NamedTuple, get_args
@@ -166,19 +166,22 @@ class Plans:
         alone = self.slowest.get(False, 0.0)
         return self.slowest.get(True, alone * _FLOWING if self.flows else alone)
 
-    def fastest(self, one: Emitted) -> Emitted:
-        """An emitted choice in the fastest order of its micro-batches that keeps within the limits."""
+    def fastest(self, one: Emitted, late: Callable[[], bool]) -> Emitted:
+        """An emitted choice in the fastest order of its micro-batches that keeps within the limits; see
+        :meth:`in_any_order`."""
         if not self.flows or one.made is None:
             return one
         judged = Judged(one.then, one.peaks, one.seconds, one.made)
-        return Emitted(one.choice, one.program, *self.in_any_order(one.program, judged))
+        return Emitted(one.choice, one.program, *self.in_any_order(one.program, judged, late))
 
-    def in_any_order(self, program: Program, judged: Judged) -> Judged:
+    def in_any_order(self, program: Program, judged: Judged, late: Callable[[], bool]) -> Judged:
         """What a placed program comes to in the fastest order that keeps within the limits: the one that was *judged*,
-        or a schedule's own."""
+        or a schedule's own. No more schedules are tried once it is *late*."""
         found = [judged]
         copied = InjectCopies().recorded(program) if self.flows else program
         for schedule in _OWN if self.flows else ():
+            if late():
+                break
             if (
                 own := self.flowing(copied, build(PipelineSchedule, schedule=schedule, topology=self.named))
             ) is not None:

@@ -262,3 +262,14 @@ def test_what_groups_rule_out_is_said_to_be_of_groups() -> None:
     assert passes.balance(program, {"gpu:0": need}, topology=H200, evaluations=50).pipeline
     with pytest.raises(PassError, match=r"no placement of these groups is reckoned to keep less than \d"):
         passes.balance(program, {"gpu:0": need // 2}, topology=H200, options=["recompute"], evaluations=50)
+
+
+@pytest.mark.parametrize(("late", "more"), [(True, 0), (False, 3)])
+def test_no_more_schedules_are_tried_once_it_is_late(late: bool, more: int) -> None:
+    program = by_hand.blocks("mlp", 4, accumulate=2)
+    asked = build(Balance, limits={"gpu:0": "1 GiB", "gpu:1": "1 GiB"}, topology=H200).asked(program, None, 1)
+    plans = Balancing(asked).plans
+    cut = passes.shift_modules(program, {"[2:4]": "gpu:1"})
+    judged, emitted = plans.judged(cut), plans.emitted
+    plans.in_any_order(cut, judged, lambda: late)
+    assert plans.emitted - emitted == more
