@@ -74,9 +74,6 @@ ROOMS = {
 
 DEPENDENCIES = {"networkx", "numpy", "protobuf", "pydantic", "rich", "safetensors", "scipy", "torch", "typer"}
 
-EXTRAS = {"ortools"}
-"""Modules that an extra installs: only calls may import them, and types."""
-
 PARTS = {"google", "pydantic_core"}
 """Modules that come with a dependency."""
 
@@ -228,17 +225,7 @@ def test_nobody_imports_the_folders_by_their_bare_names():
 
 def test_only_declared_dependencies_are_imported():
     known = {"graphir", *DEPENDENCIES, *PARTS, *sys.stdlib_module_names}
-    assert faults(lambda source: imported_roots(source) - known - EXTRAS, ALL) == {}
-
-
-def test_modules_import_extras_only_for_types_and_within_calls():
-    at_once = [i.module for source in ALL for i in source.imports if not i.level and not i.within]
-    assert not EXTRAS & {module.partition(".")[0] for module in at_once}
-
-
-def test_extras_are_those_of_the_project_file():
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert set(re.findall(r'^exact = \["([a-z]+)[>=]', text, re.M)) == EXTRAS
+    assert faults(lambda source: imported_roots(source) - known, ALL) == {}
 
 
 def test_the_declared_dependencies_are_those_of_the_project_file():
