@@ -67,6 +67,7 @@ from .parallel import (  # isort: skip
     patch_replication_callback,
 )
 from .estimate import estimate  # isort: skip
+from .fx import to_exported, to_fx  # isort: skip
 from .largest_batch import LargestBatch, largest_batch  # isort: skip
 from .profile import profile  # isort: skip
 
@@ -129,6 +130,8 @@ __all__ = [
     "save",
     "seeded",
     "show",
+    "to_exported",
+    "to_fx",
     "traffic",
     "verify",
 ]

@@ -33,9 +33,6 @@ WITHIN_CALLS = {
     ("graphir.ir.plan", "Plan.__str__"): ("graphir.ir.text", TEXT),
     ("graphir.ir.program", "Program.save"): ("graphir.ir.files", FILES),
     ("graphir.ir.plan", "Plan.save"): ("graphir.ir.files", FILES),
-    ("graphir.ir.program", "Program.to_fx"): ("graphir.fx", "graphs of torch.fx are made of it"),
-    ("graphir.ir.program", "Program.to_exported"): ("graphir.fx", "graphs of torch.fx are made of it"),
-    ("graphir.ir.plan", "Plan.python"): ("graphir.runtime", "the runtime generates code of it"),
     ("graphir.analysis.topology", "Topology.named"): ("graphir.analysis.machines", "machines are made of it"),
     ("graphir.analysis.topology", "Topology.of"): ("graphir.analysis.cards", "machines are made of it"),
     ("graphir.analysis.topology", "Topology.here"): ("graphir.runtime.machine.here", "the runtime measures one"),
@@ -49,7 +46,7 @@ All are methods that users know. What is new and reaches up is a function, in th
 ON_DEMAND = {("graphir.cli", "demo"): ("graphir.demo.run", "importing rich draws random numbers")}
 """What else a call imports, since an import of graphir would be noticed by its process."""
 
-REACHES_UP = {("graphir.ir.plan", "Plan.python"), ("graphir.analysis.topology", "Topology.here")}
+REACHES_UP = {("graphir.analysis.topology", "Topology.here")}
 """Those that reach another folder."""
 
 BELOW_IR = {"collector", "errors", "version"}
@@ -315,4 +312,4 @@ def test_imports_know_where_they_stand():
     found = {(i.module, i.name): i.within for i in MODULES["graphir.ir.program"].imports}
     assert found["graphir.ir.device", "Device"] == ""
     assert found["torch", ""] == "TYPE_CHECKING"
-    assert found["graphir.fx", "to_fx"] == "Program.to_fx"
+    assert found["graphir.ir.files", "save"] == "Program.save"

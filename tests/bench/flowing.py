@@ -239,7 +239,7 @@ def predicted_rows() -> Iterator[str]:
         passed[devices, parts] = {**orders, GIVEN: partial(passes.pipeline, limits=_fullest(moved))}
         for name, order in passed[devices, parts].items():
             runs[devices, parts, name] = partial(_microseconds, partial(_anew, order, moved), len(moved.step.ops))
-        graph = program.to_fx().graph
+        graph = graphir.to_fx(program).graph
         runs[devices, parts, COPIED] = partial(_microseconds, partial(_copied, graph), len(graph.nodes))
     least = {run: min(taken) for run, taken in in_turn(runs, RUNS).items()}
     for (devices, parts), (program, moved) in cases.items():
