@@ -68,6 +68,7 @@ from .parallel import (  # isort: skip
     patch_replication_callback,
 )
 from .facade.estimate import estimate  # isort: skip
+from .facade.fx import to_exported, to_fx  # isort: skip
 from .facade.largest_batch import LargestBatch, largest_batch  # isort: skip
 from .facade.profile import profile  # isort: skip
 
@@ -130,6 +131,8 @@ __all__ = [
     "save",
     "seeded",
     "show",
+    "to_exported",
+    "to_fx",
     "traffic",
     "verify",
 ]

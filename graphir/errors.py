@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from typing import Final
+from typing import Final, NoReturn
 
 __all__ = [
     "CaptureError",
@@ -22,6 +22,7 @@ __all__ = [
     "EagerWarning",
     "EquivalenceError",
     "FileError",
+    "Gone",
     "GraphirError",
     "ParseError",
     "PassError",
@@ -45,6 +46,23 @@ __all__ = [
 
 _LONGEST_PASS: Final = 120
 """Characters of a pass that an error prints; a real shift names a hundred activations."""
+
+
+class Gone:
+    """A method that is gone: who asks for the method is told, by an AttributeError, which function to call.
+
+    Args:
+        call: the function, called on the method's object.
+    """
+
+    def __init__(self, call: str) -> None:
+        self.call = call
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = f"{owner.__name__}.{name}"
+
+    def __get__(self, instance: object, owner: type) -> NoReturn:
+        raise AttributeError(f"{self.name} is gone: call {self.call}")
 
 
 class GraphirError(Exception):

@@ -9,7 +9,7 @@ rooms:
 ============= =========================================================================================
 ``proof``     what must hold of a plan before it runs: :func:`check`
 ``interface`` a step's arguments and results, split over the replicas and gathered from them
-``executors`` what runs a plan on the host: the reference, one thread, one a device, TorchScript
+``executors`` what runs a plan on the host: the reference, one thread, one a device
 ``cuda``      what runs it on CUDA streams, and as CUDA graphs
 ``codegen``   the Python that executors run, and its listing
 ``kernels``   what one operator computes

@@ -15,9 +15,8 @@ from .cuda.executor import Collectives, Cuda
 from .cuda.graphs import CudaGraphs
 from .executor import Setting
 from .executors.adversarial import Adversarial
-from .executors.choice import HOST_ONLY, Choice
+from .executors.choice import GONE, HOST_ONLY, Choice
 from .executors.reference import Reference
-from .executors.segments import Segments
 from .executors.serial import Serial
 from .executors.threads import Threads
 from .memory_limit import Most, most_of
@@ -25,13 +24,12 @@ from .observing.probes import Observable
 
 __all__ = ["ExecutorName", "Options", "is_of_host"]
 
-ExecutorName: TypeAlias = Literal["auto", "reference", "serial", "threads", "segments", "cuda", "adversarial"]
+ExecutorName: TypeAlias = Literal["auto", "reference", "serial", "threads", "cuda", "adversarial"]
 
 _KINDS: Final[Mapping[str, Callable[[Setting, int | None], Observable]]] = {
     "reference": Reference,
     "serial": Serial,
     "threads": Threads,
-    "segments": Segments,
 }
 _MOST_THREADS: Final = 4096
 
@@ -131,6 +129,5 @@ class Options(NamedTuple):
 
 def _choose(what: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise SessionError(
-            f"{what} {value!r} is not supported", where="Session(...)", fix=f"supported: {', '.join(known)}"
-        )
+        fix = GONE.get(str(value), f"supported: {', '.join(known)}")
+        raise SessionError(f"{what} {value!r} is not supported", where="Session(...)", fix=fix)

@@ -77,9 +77,8 @@ class Session(Stepping):
             of the host's, and else ``cpu``.
         executor: ``reference`` runs one instruction after the other, on any device. On the host, ``serial`` runs
             generated code in the calling thread, ``threads`` in a thread for each logical device where there are
-            several, ``segments`` the same without Python's lock where torch allows it, and ``auto`` chooses the one
-            that is predicted to be fastest. Where devices are bound to CUDA it is ``cuda``, which issues each lane to a
-            stream; elsewhere ``reference``.
+            several, and ``auto`` chooses the one that is predicted to be fastest. Where devices are bound to CUDA it is
+            ``cuda``, which issues each lane to a stream; elsewhere ``reference``.
             ``adversarial``, for tests, interleaves the lanes as badly as the plan allows.
         threads: how many threads one kernel may use; by default as many as in the thread that makes the session, so
             that results equal those of eager PyTorch there bit for bit. Steps called from other threads use as many.

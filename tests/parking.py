@@ -15,7 +15,7 @@ from graphir.ir.program import Program
 
 __all__ = ["EXECUTORS", "assert_runs_the_same", "bits_of", "peak", "placed", "saved"]
 
-EXECUTORS = ("reference", "serial", "threads", "segments", "adversarial")
+EXECUTORS = ("reference", "serial", "threads", "adversarial")
 """Those of the host."""
 
 

@@ -48,7 +48,7 @@ def test_a_graph_trains_as_eager_does_at_any_batch(example: str, optimizer: str)
         loss=made.loss,
         optimizer=OPTIMIZERS[optimizer](made.model.parameters()),
     )
-    graph = program.to_fx()
+    graph = graphir.to_fx(program)
     for step in range(3):
         batch = [t if step < 2 else torch.cat([t, t])[:-1] for t in (*made.inputs, *made.targets)]
         with graphir.seeded(step):
@@ -69,13 +69,13 @@ def test_a_shifted_program_is_a_graph_with_copies() -> None:
     placed = passes.replicate(program, [0])
     placed = passes.inject_copies(passes.shift_activations(placed, passes.find_activations(placed)[-1:], shifts={0: 1}))
     assert any(op.type == "Copy" for op in placed.step.ops)
-    assert torch.equal(placed.to_fx()(*made.inputs, *made.targets), loss)
+    assert torch.equal(graphir.to_fx(placed)(*made.inputs, *made.targets), loss)
 
 
 def test_nodes_are_called_after_blobs_and_know_their_module_and_source() -> None:
     made = models.mlp()
     program = capture(made.model, made.inputs)
-    graph = program.to_fx().graph
+    graph = graphir.to_fx(program).graph
     (node,) = (node for node in graph.nodes if node.meta.get("blob") == "fc1")
     op = next(op for op in program.step.ops if op.outputs == ("fc1",))
     assert node.name == "fc1" and node.target is torch.ops.aten.addmm.default
@@ -98,7 +98,7 @@ class Structured(nn.Module):
 
 def test_structures_keyword_arguments_and_buffers() -> None:
     model, x = Structured(), torch.randn(4, 3)
-    graph = capture(model, ({"x": x, "n": 2},), kwargs={"scale": 2.0}).to_fx()
+    graph = graphir.to_fx(capture(model, ({"x": x, "n": 2},), kwargs={"scale": 2.0}))
     for rows in (4, 6):
         x = torch.randn(rows, 3)
         mine, theirs = graph({"x": x, "n": 2}, scale=2.0), model({"x": x, "n": 2}, scale=2.0)
@@ -109,7 +109,7 @@ def test_structures_keyword_arguments_and_buffers() -> None:
 
 def test_a_forward_graph_can_be_trained() -> None:
     made = models.mlp()
-    graph = capture(made.model, made.inputs).to_fx()
+    graph = graphir.to_fx(capture(made.model, made.inputs))
     made.loss(graph(*made.inputs), *made.targets).backward()
     made.loss(made.model(*made.inputs), *made.targets).backward()
     for name, param in made.model.named_parameters():
@@ -117,7 +117,7 @@ def test_a_forward_graph_can_be_trained() -> None:
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
-    graph = capture(Structured(), ({"x": torch.randn(4, 3), "n": 2},), kwargs={"scale": 2.0}).to_fx()
+    graph = graphir.to_fx(capture(Structured(), ({"x": torch.randn(4, 3), "n": 2},), kwargs={"scale": 2.0}))
     with pytest.raises(GraphirError, match=r"batch.x has shape \[4, 5\], the program takes \[any, 3\]"):
         graph({"x": torch.randn(4, 5), "n": 2}, scale=2.0)
     with pytest.raises(GraphirError, match=r"was 2\.0 when the program was captured, now 3.0"):
@@ -128,16 +128,16 @@ def test_replicas_and_programs_without_state_are_refused() -> None:
     made = models.mlp()
     program = capture(made.model, made.inputs)
     with pytest.raises(GraphirError, match="2 replicas"):
-        passes.replicate(program, [0, 1]).to_fx()
+        graphir.to_fx(passes.replicate(program, [0, 1]))
     with pytest.raises(GraphirError, match="no state"):
-        program.with_(state={}).to_fx()
+        graphir.to_fx(program.with_(state={}))
 
 
 def test_a_forward_is_exported_and_captured_again_with_the_same_bits() -> None:
     made = models.resnet(blocks=2)
     model, (x,) = made.model.eval(), made.inputs
     program = capture(model, (x,))
-    exported = program.to_exported()
+    exported = graphir.to_exported(program)
     assert exported.state_dict.keys() == dict(model.named_parameters()).keys() | dict(model.named_buffers()).keys()
     again = capture(exported, (x,))
     assert again.name == "exported" and not again.fixed
@@ -179,9 +179,9 @@ def test_training_steps_and_random_forwards_are_not_exported() -> None:
     made = models.resnet(blocks=1, dropout=0.5)
     program = capture(made.model, made.inputs, targets=made.targets, loss=made.loss)
     with pytest.raises(GraphirError, match="is a training step"):
-        program.to_exported()
+        graphir.to_exported(program)
     with pytest.raises(GraphirError, match="draws random numbers") as error:
-        capture(made.model, made.inputs).to_exported()
+        graphir.to_exported(capture(made.model, made.inputs))
     assert error.value.where == "module 'blocks.0.dropout'"
 
 
@@ -189,7 +189,7 @@ def test_one_tensor_as_two_arguments_is_not_exported() -> None:
     x = torch.randn(4, 3)
     program = capture(nn.Bilinear(3, 3, 2), (x, x))
     with pytest.raises(GraphirError, match="'input1' is one tensor as two arguments"):
-        program.to_exported()
+        graphir.to_exported(program)
 
 
 def test_an_optimizer_over_an_exported_program_is_refused() -> None:
@@ -202,7 +202,7 @@ def test_an_optimizer_over_an_exported_program_is_refused() -> None:
 def test_deep_copies_are_independent() -> None:
     made = models.mlp()
     optimizer = torch.optim.SGD(made.model.parameters(), lr=0.1)
-    graph = capture(made.model, made.inputs, targets=made.targets, loss=made.loss, optimizer=optimizer).to_fx()
+    graph = graphir.to_fx(capture(made.model, made.inputs, targets=made.targets, loss=made.loss, optimizer=optimizer))
     other: Any = copy.deepcopy(graph)
     first: Tensor = graph(*made.inputs, *made.targets)
     assert torch.equal(other(*made.inputs, *made.targets), first)
@@ -222,7 +222,7 @@ def test_a_graph_of_micro_batches_follows_the_batch(parts: int) -> None:
         optimizer=sgd(made.model.parameters()),
         accumulate=parts,
     )
-    graph = program.to_fx()
+    graph = graphir.to_fx(program)
     with Session(passes.emit(program), program.state) as session:
         for times in (1, 2, 3):
             batch = [torch.cat([t] * times) for t in (*inputs, *targets)]
@@ -233,7 +233,7 @@ def test_a_graph_of_micro_batches_follows_the_batch(parts: int) -> None:
 
 def test_arguments_have_to_agree_in_their_dimensions_and_types() -> None:
     made = models.mlp()
-    graph = capture(made.model, made.inputs, targets=made.targets, loss=made.loss).to_fx()
+    graph = graphir.to_fx(capture(made.model, made.inputs, targets=made.targets, loss=made.loss))
     (x,), (y,) = made.inputs, made.targets
     with pytest.raises(GraphirError, match=f"has size 1, but batch is {len(x)} by the other arguments"):
         graph(x, y[:1])
@@ -258,21 +258,21 @@ def test_arguments_of_one_name_and_one_tensor_twice() -> None:
     model, x, y, z = Scaled(), torch.randn(3, 2), torch.randn(3, 2), torch.randn(3, 2)
     more = {"argument_0": z}
     assert torch.equal(
-        capture(model, ({"x": x}, y), kwargs=more).to_fx()({"x": y}, z, argument_0=x), model({"x": y}, z, a=x)
+        graphir.to_fx(capture(model, ({"x": x}, y), kwargs=more))({"x": y}, z, argument_0=x), model({"x": y}, z, a=x)
     )
-    twice = capture(model, ({"x": x}, x)).to_fx()
+    twice = graphir.to_fx(capture(model, ({"x": x}, x)))
     assert torch.equal(twice({"x": y}, y), model({"x": y}, y))
     with pytest.raises(GraphirError, match=r"'batch.x' was given twice"):
         twice({"x": y}, z)
     with pytest.raises(GraphirError, match="can't have a parameter 'a b'"):
-        capture(model, ({"x": x}, y), kwargs={"a b": z}).to_fx()
+        graphir.to_fx(capture(model, ({"x": x}, y), kwargs={"a b": z}))
 
 
 @pytest.mark.parametrize("name", ["step", "lr", "fc_weight_momentum_buffer", "self", "input"])
 def test_a_buffer_is_not_taken_for_what_else_the_graph_holds(name: str) -> None:
     model = _counting(name)
     program = capture(model, (torch.randn(4, 2),), loss=torch.sum, optimizer=OPTIMIZERS["sgd"](model.parameters()))
-    graph, theirs = program.to_fx(), OPTIMIZERS["sgd"](model.parameters())
+    graph, theirs = graphir.to_fx(program), OPTIMIZERS["sgd"](model.parameters())
     for step in range(2):
         x = torch.randn(4, 2)
         with graphir.seeded(step):
@@ -289,7 +289,7 @@ def test_a_buffer_is_not_taken_for_what_else_the_graph_holds(name: str) -> None:
 def test_a_name_that_a_graph_module_cannot_have_is_refused(name: str) -> None:
     program = capture(_counting(name), (torch.randn(4, 2),))
     with pytest.raises(GraphirError, match=f"a torch.fx.GraphModule can't have '{name}'"):
-        program.to_fx()
+        graphir.to_fx(program)
 
 
 ENUMERATION = json.dumps({"__enum__": True, "fqn": "this:s", "name": "x"})
@@ -306,7 +306,7 @@ def test_a_file_makes_no_graph_import_a_module(kind: str, place: str, tmp_path: 
     program = _edited(tmp_path, edit)
     sys.modules.pop("this", None)
     with contextlib.suppress(GraphirError):
-        program.to_fx()
+        graphir.to_fx(program)
     assert "this" not in sys.modules
 
 
@@ -330,7 +330,7 @@ def test_a_file_puts_no_code_into_a_graph(path: str, tmp_path: Path, capsys: pyt
         interface["module_state"] = {path: next(iter(interface["module_state"].values()))}
 
     with pytest.raises(GraphirError, match="holds what torch would write into the graph's code as it stands"):
-        _edited(tmp_path, edit).to_fx()
+        graphir.to_fx(_edited(tmp_path, edit))
     assert "ran" not in capsys.readouterr().out
 
 
@@ -350,7 +350,7 @@ def _edited(folder: Path, edit: Callable[[dict[str, Any]], None]) -> graphir.Pro
 def test_odd_names_of_children_stay(tmp_path: Path) -> None:
     model = nn.ModuleDict({"a-b c": nn.Linear(2, 2), "größe²": nn.Linear(2, 2)})
     model.forward = lambda x: model["größe²"](model["a-b c"](x))  # type: ignore[method-assign]
-    graph = capture(model, (torch.ones(3, 2),)).to_fx()
+    graph = graphir.to_fx(capture(model, (torch.ones(3, 2),)))
     assert torch.equal(graph(torch.ones(3, 2)), model(torch.ones(3, 2)))
 
 
@@ -378,13 +378,13 @@ def test_an_argument_is_laid_out_as_captured() -> None:
     )
     program = capture(model, (x,))
     for other in (torch.randn(4, 3, 2, 2), torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)):
-        assert torch.equal(program.to_fx()(other), model(other))
+        assert torch.equal(graphir.to_fx(program)(other), model(other))
 
 
 @pytest.mark.parametrize("keep", [pickle.dumps, lambda graph: torch.save(graph, io.BytesIO())], ids=["pickle", "save"])
 def test_a_graph_is_not_pickled(keep: Callable[[Any], object]) -> None:
     made = models.mlp()
-    graph = capture(made.model, made.inputs).to_fx()
+    graph = graphir.to_fx(capture(made.model, made.inputs))
     with pytest.raises(GraphirError, match=r"can't be pickled.*\n.*fix  save the program with its state"):
         keep(graph)
     for again in (copy.copy(graph), copy.deepcopy(graph)):

@@ -23,9 +23,6 @@ WITHIN_CALLS = {
     ("graphir.ir.plan", "Plan.__str__"): ("graphir.ir.text", TEXT),
     ("graphir.ir.program", "Program.save"): ("graphir.ir.files", FILES),
     ("graphir.ir.plan", "Plan.save"): ("graphir.ir.files", FILES),
-    ("graphir.ir.program", "Program.to_fx"): ("graphir.facade.fx", "graphs of torch.fx are made of it"),
-    ("graphir.ir.program", "Program.to_exported"): ("graphir.facade.fx", "graphs of torch.fx are made of it"),
-    ("graphir.ir.plan", "Plan.python"): ("graphir.runtime", "the runtime generates code of it"),
     ("graphir.analysis.topology", "Topology.named"): ("graphir.analysis.machines", "machines are made of it"),
     ("graphir.analysis.topology", "Topology.of"): ("graphir.analysis.cards", "machines are made of it"),
     ("graphir.analysis.topology", "Topology.here"): ("graphir.runtime.machine.here", "the runtime measures one"),
@@ -39,7 +36,7 @@ All are methods that users know. What is new and reaches up is a function, in th
 ON_DEMAND = {("graphir.facade.cli", "demo"): ("graphir.demo.run", "importing rich draws random numbers")}
 """What else a call imports, since an import of graphir would be noticed by its process."""
 
-REACHES_UP = {("graphir.ir.plan", "Plan.python"), ("graphir.analysis.topology", "Topology.here")}
+REACHES_UP = {("graphir.analysis.topology", "Topology.here")}
 """Those that reach another folder."""
 
 BELOW_IR = {"collector", "errors", "version"}
@@ -83,9 +80,6 @@ Files beside the rooms import any room.
 """
 
 DEPENDENCIES = {"networkx", "numpy", "protobuf", "pydantic", "rich", "safetensors", "scipy", "torch", "typer"}
-
-EXTRAS = {"ortools"}
-"""Modules that an extra installs: only calls may import them, and types."""
 
 PARTS = {"google", "pydantic_core"}
 """Modules that come with a dependency."""
@@ -257,17 +251,7 @@ def test_nobody_imports_the_folders_by_their_bare_names():
 
 def test_only_declared_dependencies_are_imported():
     known = {"graphir", *DEPENDENCIES, *PARTS, *sys.stdlib_module_names}
-    assert faults(lambda source: imported_roots(source) - known - EXTRAS, ALL) == {}
-
-
-def test_modules_import_extras_only_for_types_and_within_calls():
-    at_once = [i.module for source in ALL for i in source.imports if not i.level and not i.within]
-    assert not EXTRAS & {module.partition(".")[0] for module in at_once}
-
-
-def test_extras_are_those_of_the_project_file():
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert set(re.findall(r'^exact = \["([a-z]+)[>=]', text, re.M)) == EXTRAS
+    assert faults(lambda source: imported_roots(source) - known, ALL) == {}
 
 
 def test_the_declared_dependencies_are_those_of_the_project_file():
@@ -359,4 +343,4 @@ def test_imports_know_where_they_stand():
     found = {(i.module, i.name): i.within for i in MODULES["graphir.ir.program"].imports}
     assert found["graphir.ir.device", "Device"] == ""
     assert found["torch", ""] == "TYPE_CHECKING"
-    assert found["graphir.facade.fx", "to_fx"] == "Program.to_fx"
+    assert found["graphir.ir.files", "save"] == "Program.save"

@@ -163,7 +163,7 @@ def test_its_scratch_and_its_work_are_counted(program):
 
 def test_it_is_a_graph_of_torch_fx(model, program):
     x, y = BATCH
-    assert torch.equal(program.to_fx()(x, y), F.cross_entropy(copy.deepcopy(model)(x), y))
+    assert torch.equal(graphir.to_fx(program)(x, y), F.cross_entropy(copy.deepcopy(model)(x), y))
 
 
 def test_a_forward_without_a_gradient_is_captured():

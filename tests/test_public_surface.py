@@ -10,6 +10,8 @@ from types import FunctionType
 import pytest
 from sources import FOLDERS, Source, sources
 
+from graphir import Plan, Program
+
 PUBLIC = {
     "graphir": """
         Blob Certificate Compiled DataParallel Device Diff Estimate LargestBatch Memory Net Operator Overlap
@@ -19,7 +21,7 @@ PUBLIC = {
         SessionError TrainingWarning VerifyError
         allow_operators capture certify compile data_parallel diff estimate exec_data_parallel_replication_callback
         largest_batch load memory overlap parse patch_replication_callback placed profile register_operator save seeded
-        show traffic verify
+        show to_exported to_fx traffic verify
     """,
     "graphir.parallel": """
         CallbackContext CompiledReplicas DataParallel ReplicationAssertionError ReplicationCallbackDataParallel
@@ -124,3 +126,18 @@ def test_tests_import_public_names_only():
     suspects = [source for source in sources("tests") if underscored.search(source.text)]
     ours = [(str(s), i) for s in suspects for i in s.imports if i.module.partition(".")[0] == "graphir"]
     assert [f"{path}:{i.line}" for path, i in ours if private(f"{i.module}.{i.name}")] == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call"),
+    [
+        (Program, "to_fx", "graphir.to_fx(program)"),
+        (Program, "to_exported", "graphir.to_exported(program)"),
+        (Plan, "python", "graphir.runtime.python(plan, lane)"),
+    ],
+)
+def test_a_method_that_is_gone_names_the_function_to_call(owner, name, call):
+    with pytest.raises(AttributeError, match=rf"^{owner.__name__}\.{name} is gone: call {re.escape(call)}$"):
+        getattr(owner.__new__(owner), name)
+    module, _, function = call.partition("(")[0].rpartition(".")
+    assert function in PUBLIC[module].split()

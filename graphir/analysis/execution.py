@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from ..ir.operator import Operator
 from ..ir.plan import lane_device
 from .issuing import Calls
 from .topology import Topology
@@ -63,15 +62,11 @@ class Execution(NamedTuple):
     patience: float = 0.0
     issue: IssueSeconds | None = None
     graph: bool = False
-    lock: Callable[[Operator], float] | None = None
+    lock: float = 0.0
 
 
 def _one(lane: str) -> str:
     return ""
-
-
-def _locked(op: Operator) -> float:
-    return INTERPRETER_SECONDS
 
 
 INTERPRETER_SECONDS: Final = 5e-6
@@ -93,7 +88,7 @@ seconds of its operators, which go before these; slower hosts take several times
 ONE_THREAD: Final = Execution("serial", _one)
 """All lanes in the calling thread."""
 
-THREADS: Final = Execution("threads", lane_device, _WAKE_SECONDS, _PATIENCE, lock=_locked)
+THREADS: Final = Execution("threads", lane_device, _WAKE_SECONDS, _PATIENCE, lock=INTERPRETER_SECONDS)
 """A thread for each device."""
 
 STREAMS: Final = Execution("cuda", str, issue=_ISSUE_SECONDS)

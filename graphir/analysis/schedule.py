@@ -159,14 +159,12 @@ def _issued(plan: Plan, dims: Dims, costs: Sequence[Cost], execution: Execution,
 
 def _sharing(plan: Plan, execution: Execution, host: Host, costs: Sequence[Cost]) -> Sharing:
     """What the instructions of a plan take from each other."""
-    ops = plan.step.ops
-    lock = [0.0] * len(ops) if execution.lock is None else [execution.lock(op) for op in ops]
     slowdown = [host.slowdown if cost.slowdown is None else cost.slowdown for cost in costs]
     of_ops = [instruction.op for instruction in plan.instructions]
     return Sharing(
         host.cores,
         [slowdown[op] if op >= 0 else 1.0 for op in of_ops],
-        [lock[op] if op >= 0 else 0.0 for op in of_ops],
+        [execution.lock if op >= 0 else 0.0 for op in of_ops],
     )
 
 

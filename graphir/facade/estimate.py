@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 import torch
 
-from graphir.runtime.executors.choice import HOST_ONLY, execution_of
+from graphir.runtime.executors.choice import GONE, HOST_ONLY, execution_of
 from graphir.runtime.machine.here import here
 from graphir.runtime.machine.places import Binding
 
@@ -23,7 +23,7 @@ from ..ir.verify import Planned, require, subject_of
 
 __all__ = ["EXECUTORS", "estimate"]
 
-EXECUTORS: Final = ("auto", "serial", "threads", "segments", "cuda")
+EXECUTORS: Final = ("auto", "serial", "threads", "cuda")
 """What may execute a plan, in an estimate."""
 
 
@@ -49,8 +49,8 @@ def estimate(
         plan: what would be executed; or a session or a compiled step, which stand for their plan.
         topology: where: a topology, or the name of one. None: this machine, as :meth:`.Topology.here` has it; its host
             if *executor* is one of the host's.
-        executor: ``serial``, ``threads`` or ``segments`` where the topology is a host; ``cuda`` elsewhere; by default
-            what a session would choose.
+        executor: ``serial`` or ``threads`` where the topology is a host; ``cuda`` elsewhere; by default what a session
+            would choose.
         cuda_graph: whether the executor ``cuda`` replays its steps as CUDA graphs, as a session does that is made with
             ``cuda_graph=True``; else one host thread issues each kernel, copy and event.
         dims: the value of each dimension; those that the plan was emitted for by default.
@@ -72,7 +72,8 @@ def estimate(
     check_dims("dims", {} if dims is None else dims, plan)
     check_profile(profile)
     if executor not in EXECUTORS:
-        raise GraphirError(f"no executor {executor!r}{nearest(executor, EXECUTORS)}", fix=", ".join(EXECUTORS))
+        fix = GONE.get(executor, ", ".join(EXECUTORS))
+        raise GraphirError(f"no executor {executor!r}{nearest(executor, EXECUTORS)}", fix=fix)
     if isinstance(topology, str):
         topology = Topology.named(topology)
     if not isinstance(topology, Topology | None):

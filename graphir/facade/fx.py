@@ -126,7 +126,7 @@ class _Graph(fx.GraphModule):
     def __reduce__(self) -> NoReturn:
         raise GraphirError(
             "a graph of a program can't be pickled: torch would trace it anew, without what it writes and draws",
-            fix="save the program with its state and call to_fx() where it is loaded; state_dict() has what it trained",
+            fix="save the program with its state and call to_fx where it is loaded; state_dict() has what it trained",
         )
 
 

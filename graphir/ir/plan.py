@@ -24,6 +24,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias, TypeVa
 
 from pydantic import NonNegativeInt, StringConstraints
 
+from ..errors import Gone
 from .blob import Blob
 from .device import Device
 from .frozen import FrozenDict, freeze, frozen
@@ -213,11 +214,7 @@ class Plan:
 
         return canonical_text(self)
 
-    def python(self, lane: str) -> str:
-        """The Python that the host runs for the device of a lane; see :func:`graphir.runtime.python`."""
-        from graphir import runtime
-
-        return runtime.python(self, lane)
+    python = Gone("graphir.runtime.python(plan, lane)")
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, whole or not at all."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, Pr
 
 from pydantic import BeforeValidator
 
+from ..errors import Gone
 from .device import Device
 from .frozen import FrozenDict, freeze, frozen, frozen_all
 from .guard import Guard
@@ -280,17 +281,8 @@ class Program:
 
         return canonical_text(self)
 
-    def to_fx(self) -> torch.fx.GraphModule:
-        """The step as a runnable graph of ``torch.fx``; see :func:`graphir.facade.fx.to_fx`."""
-        from ..facade.fx import to_fx
-
-        return to_fx(self)
-
-    def to_exported(self) -> torch.export.ExportedProgram:
-        """A forward program as one of ``torch.export``; see :func:`graphir.facade.fx.to_exported`."""
-        from ..facade.fx import to_exported
-
-        return to_exported(self)
+    to_fx = Gone("graphir.to_fx(program)")
+    to_exported = Gone("graphir.to_exported(program)")
 
     def save(self, path: str | Path, state: bool = False) -> None:
         """Write the program as JSON; with *state*, its tensors beside it as ``<path>.safetensors``.

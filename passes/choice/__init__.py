@@ -11,8 +11,7 @@ problem.py   Problem, and Choice: a device for each group, and what becomes of w
 outcome.py   Problem and Choice ──▶ seconds of a step, and the peak of each device; flow.py where micro-batches flow
 search.py    Problem ──▶ the best choice that is found; attempts.py searches among groups of several sizes
 bound.py     Problem ──▶ what no choice can beat, by a linear program: linear.py solves it, relaxed/ says what it is
-exact.py     Problem ──▶ the best choice there is, by a constraint solver: model/ says what it solves
-facts.py     Problem ──▶ what holds whatever is chosen, for both
+facts.py     Problem ──▶ what holds whatever is chosen
 moves.py     Choice ──▶ the program, placed; naming.py says how its passes name modules
 plans.py     Choice ──▶ its plan: what devices hold, and how long a step takes
 levels.py    program ──▶ what a person recomputes, parks or cuts at

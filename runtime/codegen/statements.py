@@ -39,9 +39,9 @@ from .handoffs import Handover
 from .values import Values
 from .writer import ThreadCode, Writer
 
-__all__ = ["LARGEST_LITERAL", "Statements", "generate"]
+__all__ = ["Statements", "generate"]
 
-LARGEST_LITERAL: Final = 2**63
+_LARGEST_LITERAL: Final = 2**63
 """Whole numbers of this magnitude and above are no literals: they are no numbers of 64 bits."""
 
 
@@ -50,7 +50,6 @@ def generate(
     thread: Mapping[str, int],
     handover: Handover | None = None,
     observed: bool = False,
-    statements: type[Statements] | None = None,
     buffers: Buffers | None = None,
 ) -> list[ThreadCode]:
     """The functions of threads ``0, 1, …``.
@@ -60,7 +59,6 @@ def generate(
         thread: which thread each lane of the plan belongs to.
         handover: needed where there are several threads.
         observed: whether they take the methods ``begin`` and ``end`` of a probe, and call them.
-        statements: what writes each thread's lines; :class:`Statements` where not given.
         buffers: what copies receive into; those that are missing are added.
 
     Raises:
@@ -68,9 +66,8 @@ def generate(
     """
     values = Values(setting, thread, observed)
     writers = [Writer(values.kept, observed) for _ in range(max(thread.values(), default=0) + 1)]
-    kind = statements or Statements
     buffers = {} if buffers is None else buffers
-    printers = [kind(setting, writer, values, handover, i, buffers) for i, writer in enumerate(writers)]
+    printers = [Statements(setting, writer, values, handover, i, buffers) for i, writer in enumerate(writers)]
     for position, instruction in enumerate(setting.plan.instructions):
         here = thread[instruction.lane]
         printers[here].add(position, instruction)
@@ -415,7 +412,7 @@ class Statements:
             case None | bool():
                 return repr(value)
             case int():
-                return repr(int(value)) if abs(value) < LARGEST_LITERAL else None
+                return repr(int(value)) if abs(value) < _LARGEST_LITERAL else None
             case float():
                 return repr(float(value)) if math.isfinite(value) else None
             case tuple():

@@ -2,8 +2,7 @@
 
 Threads share Python's interpreter: each operator is called with its lock held, and a thread that wants the lock while
 another one has it sleeps and is woken. So several threads pay some time for each operator, whatever it computes, and
-gain only what they compute at the same time; where segments run without the lock they pay less. A step is predicted for
-each executor from what its operators cost.
+gain only what they compute at the same time. A step is predicted for each executor from what its operators cost.
 """
 
 from __future__ import annotations
@@ -14,23 +13,18 @@ from typing import Final, NamedTuple
 import torch
 
 from graphir.analysis.cost import operator_costs
-from graphir.analysis.execution import INTERPRETER_SECONDS, ONE_THREAD, THREADS, Execution, streams_of
+from graphir.analysis.execution import ONE_THREAD, THREADS, Execution, streams_of
 from graphir.analysis.profile_files import cached
 from graphir.analysis.profiles import Profile
 from graphir.analysis.schedule import schedule
 from graphir.analysis.topology import Topology
-from graphir.errors import GraphirError, SessionError
+from graphir.errors import GraphirError
 from graphir.ir.device import Device
-from graphir.ir.operator import Operator
 from graphir.ir.plan import Plan, lane_device
 
 from ..machine.calibration import cores, host_topology
-from .segments import printable, unavailable
 
-__all__ = ["HOST_ONLY", "Choice", "choose", "execution_of", "predict"]
-
-_SEGMENT_SECONDS: Final = 4e-6
-"""What an operator takes longer beside others where segments run without the interpreter's lock: 2 to 5 µs."""
+__all__ = ["GONE", "HOST_ONLY", "Choice", "choose", "execution_of", "predict"]
 
 _GAIN: Final = 0.9
 """An executor is preferred to a plainer one only if it is predicted to take at most this part of its time."""
@@ -48,8 +42,11 @@ class Choice(NamedTuple):
     reason: str
 
 
-HOST_ONLY: Final = ("serial", "threads", "segments")
+HOST_ONLY: Final = ("serial", "threads")
 """The executors that run on the host only."""
+
+GONE: Final[Mapping[str, str]] = {"segments": "use 'threads', which gives the same bits: 'segments' is gone"}
+"""What to say of an executor that is gone."""
 
 
 def choose(plan: Plan, asked: str, places: Mapping[Device, torch.device], threads: int) -> Choice:
@@ -60,13 +57,8 @@ def choose(plan: Plan, asked: str, places: Mapping[Device, torch.device], thread
         asked: an executor's name, or ``auto``.
         places: the real device of each logical one.
         threads: how many threads one kernel uses.
-
-    Raises:
-        SessionError: it is asked for segments, which this torch cannot execute.
     """
     devices = len({lane_device(lane) for lane in plan.lanes})
-    if asked == "segments" and (why := unavailable()):
-        raise SessionError(f"the executor 'segments' cannot be used: {why}", fix="use executor='threads'")
     if asked in HOST_ONLY and devices < 2:
         return Choice("serial", "the plan has one device")
     if asked != "auto":
@@ -94,20 +86,12 @@ def _fastest(predicted: Mapping[str, float]) -> str:
     return chosen
 
 
-def _in_segments(op: Operator) -> float:
-    return _SEGMENT_SECONDS if printable(op) else INTERPRETER_SECONDS
-
-
-_EXECUTIONS: Final[Mapping[str, Execution]] = {
-    "serial": ONE_THREAD,
-    "threads": THREADS,
-    "segments": THREADS._replace(executor="segments", lock=_in_segments),
-}
+_EXECUTIONS: Final[Mapping[str, Execution]] = {"serial": ONE_THREAD, "threads": THREADS}
 """How the executors of the host execute lanes, the plainest first."""
 
 
 def predict(plan: Plan, topology: Topology, profile: Profile | None, threads: int) -> dict[str, float]:
-    """How many seconds a step takes by each executor of the host that this torch has, the plainest first.
+    """How many seconds a step takes by each executor of the host, the plainest first.
 
     Args:
         plan: what is executed, at its own sizes.
@@ -119,7 +103,6 @@ def predict(plan: Plan, topology: Topology, profile: Profile | None, threads: in
     return {
         name: schedule(plan, plan.dims, costs, execution, topology).times.seconds
         for name, execution in _EXECUTIONS.items()
-        if name != "segments" or not unavailable()
     }
 
 

@@ -18,7 +18,7 @@ from ..failures.faults import fault, writes_state
 from ..kernels.buffers import Buffers, bytes_of
 from ..observing.probes import Clock, HostClock, Probe
 
-__all__ = ["Generated", "Located", "OnHost", "Stopped", "sizes_of", "start_anew"]
+__all__ = ["Generated", "OnHost", "Stopped", "sizes_of", "start_anew"]
 
 _KEPT_SIZES: Final = 64
 """For how many sizes the bound functions are kept."""
@@ -26,19 +26,6 @@ _KEPT_SIZES: Final = 64
 
 class Stopped(BaseException):
     """Raised in a thread once another one has failed."""
-
-
-class Located(Exception):
-    """Raised by a line that executes several instructions.
-
-    Attributes:
-        position: of the instruction that failed, in the plan.
-        cause: what it raised.
-    """
-
-    def __init__(self, position: int, cause: Exception) -> None:
-        super().__init__(position, cause)
-        self.position, self.cause = position, cause
 
 
 class Generated:
@@ -85,8 +72,6 @@ class Generated:
         thread, cause = failed[0]
         line = _failed_at(self.threads[thread], cause)
         position = -1 if line is None else self.threads[thread].instructions[line]
-        if isinstance(cause, Located):
-            position, cause = cause.position, cause.cause.with_traceback(cause.__traceback__)
         error = fault(
             plan,
             plan.instructions[position] if position >= 0 else None,

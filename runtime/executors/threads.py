@@ -22,10 +22,10 @@ import weakref
 from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from operator import methodcaller
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from graphir.ir.plan import lane_device
 from graphir.ir.size import Dims
 
 from ..codegen.handoffs import Handover, handoffs
-from ..codegen.statements import Statements, generate
+from ..codegen.statements import generate
 from ..executor import Feedable, Setting
 from ..failures.watch import Watch
 from ..machine.interrupts import held_back
@@ -54,9 +54,6 @@ _LOOK_SECONDS: Final = 0.05
 _GRACE_SECONDS: Final = 10.0
 """How long a thread that was told to stop may take to end the operator that it is in, before it is left to itself."""
 
-_Surroundings: TypeAlias = Sequence[Callable[[], AbstractContextManager[None]]]
-"""What a thread is in for as long as it lives."""
-
 _yield: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
@@ -67,14 +64,7 @@ class Threads(OnHost):
         setting: what to run.
         threads: how many threads one kernel may use; None: as many as in the thread that makes the executor, so that
             bits equal those of eager PyTorch there.
-
-    Attributes:
-        statements: what writes a thread's code.
-        surroundings: what a thread is in for as long as it lives.
     """
-
-    statements: ClassVar[type[Statements]] = Statements
-    surroundings: ClassVar[type[AbstractContextManager[None]]] = nullcontext
 
     def __init__(self, setting: Setting, threads: int | None = None) -> None:
         super().__init__()
@@ -83,11 +73,11 @@ class Threads(OnHost):
         of_lane = {lane: devices[lane_device(lane)] for lane in plan.lanes}
         self.handoffs, self.of_lane = handoffs(plan, of_lane), of_lane
         intraop = threads or torch.get_num_threads()
-        self.team = _Team(len(devices), self.handoffs.total, intraop, (self.surroundings, setting.mode))
+        self.team = _Team(len(devices), self.handoffs.total, intraop, setting.mode)
         try:
             handover = Handover(self.handoffs, *self.team.events(), self.team.values)
             self.generate = partial(generate, setting, of_lane, handover, buffers=self.buffers)
-            self.plain = Generated(setting, self.generate(statements=self.statements))
+            self.plain = Generated(setting, self.generate())
         except BaseException:
             self.close()
             raise
@@ -165,7 +155,7 @@ class _Brake:
 class _Team:
     """Persistent threads, and the locks by which they wait for each other."""
 
-    def __init__(self, size: int, events: int, intraop: int, surroundings: _Surroundings) -> None:
+    def __init__(self, size: int, events: int, intraop: int, mode: Callable[[], AbstractContextManager[None]]) -> None:
         self.locks = [_taken_lock() for _ in range(events)]
         self.brake = _Brake(self.locks)
         self.values: list[Tensor | None] = []
@@ -173,9 +163,7 @@ class _Team:
         self.begun = _taken_lock()
         self.starters = [*[worker.go for worker in self.workers], self.begun]
         self.threads = [
-            threading.Thread(
-                target=_serve, args=(worker, self.brake, intraop, surroundings), daemon=True, name=f"graphir-{i}"
-            )
+            threading.Thread(target=_serve, args=(worker, self.brake, intraop, mode), daemon=True, name=f"graphir-{i}")
             for i, worker in enumerate(self.workers)
         ]
         # C code from end to end, so that Ctrl-C does not strike within: nothing that the collector of garbage calls may
@@ -327,7 +315,7 @@ def _release(lock: Any) -> None:
         return
 
 
-def _serve(worker: _Worker, brake: _Brake, intraop: int, surroundings: _Surroundings) -> None:
+def _serve(worker: _Worker, brake: _Brake, intraop: int, mode: Callable[[], AbstractContextManager[None]]) -> None:
     """What a thread does until it is given nothing."""
     try:
         set_threads(intraop)
@@ -336,9 +324,7 @@ def _serve(worker: _Worker, brake: _Brake, intraop: int, surroundings: _Surround
         worker.done.release()
         return
     try:
-        with ExitStack() as stack:
-            for enter in surroundings:
-                stack.enter_context(enter())
+        with mode():
             worker.done.release()
             while not brake.ended and _called(worker, brake):
                 continue

@@ -9,13 +9,13 @@ from typing import Final, NamedTuple
 
 import torch
 from graphir.passes.choice.bound import lower_bound
-from graphir.passes.choice.exact import solve
 from graphir.passes.choice.groups import Wanted, grouped
 from graphir.passes.choice.outcome import Outcomes
 from graphir.passes.choice.problem import Problem
 from graphir.passes.choice.search import search
 from instances import INSTANCES, instance
 from limits import limited
+from oracle.exact import solve
 from test_zoo import ROWS, capture, model_of
 
 import graphir

@@ -108,9 +108,6 @@ GIVEN = "zero bubble, limits given"
 COPIED = "copied by torch.fx"
 """The yardstick of the machine."""
 
-SEGMENTS = "zero bubble, no limit, in segments"
-"""The plan without a limit, executed without the interpreter's lock."""
-
 
 def _captured(case: Case, example: models.Example, share: int = 1) -> Program:
     """The program of an example, or of the first of so many shares of its rows and of its micro-batches."""
@@ -159,7 +156,6 @@ def _rows_of(name: str, case: Case) -> Iterator[str]:
     taken = _taken(name, case, example, one, {"one device": passes.emit(passes.share_storage(one)), **plans})
     alone, apart_ = taken.pop("one device"), taken.pop(APART)
     cores = min(quartile(alone) / quartile(apart_), 2.0)
-    fullest[SEGMENTS] = fullest["zero bubble, no limit"]
     rivals = {order: taken.pop(order) for order in RIVALS if order in taken}
     best = min(rivals, key=lambda order: statistics.median(rivals[order])) if rivals else ""
     bound = 2 * case.parts / (case.parts + 1)
@@ -208,7 +204,6 @@ def _taken(
         runs = {
             order: timed(plan, "serial" if order == "one device" else "threads", given) for order, plan in plans.items()
         }
-        runs[SEGMENTS] = timed(plans["zero bubble, no limit"], "segments", given)
         apart_runs = [timed(halves, "serial", few) for _ in range(2)]
         pool = stack.enter_context(ThreadPoolExecutor(2))
         runs[APART] = lambda: max(pool.map(lambda run: run(), apart_runs))
@@ -244,7 +239,7 @@ def predicted_rows() -> Iterator[str]:
         passed[devices, parts] = {**orders, GIVEN: partial(passes.pipeline, limits=_fullest(moved))}
         for name, order in passed[devices, parts].items():
             runs[devices, parts, name] = partial(_microseconds, partial(_anew, order, moved), len(moved.step.ops))
-        graph = program.to_fx().graph
+        graph = graphir.to_fx(program).graph
         runs[devices, parts, COPIED] = partial(_microseconds, partial(_copied, graph), len(graph.nodes))
     least = {run: min(taken) for run, taken in in_turn(runs, RUNS).items()}
     for (devices, parts), (program, moved) in cases.items():

@@ -130,7 +130,7 @@ def _taken(case: str, keep_heap: bool) -> dict[str, list[float]]:
         sessions = {
             "one thread, one device": session(make, batch, 1, "serial", keep_heap),
             "one thread, half the batch": session(make, batch // 2, 1, "serial", keep_heap),
-            **{name: session(make, batch, 2, name, keep_heap) for name in ("auto", "serial", "threads", "segments")},
+            **{name: session(make, batch, 2, name, keep_heap) for name in ("auto", "serial", "threads")},
         }
         for made, _ in sessions.values():
             stack.enter_context(made)

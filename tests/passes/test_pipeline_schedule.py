@@ -45,7 +45,7 @@ def test_micro_batches_overlap(name: str) -> None:
     assert seconds(before) / seconds(after) > 1.3
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads", "segments", "reference"])
+@pytest.mark.parametrize("executor", ["serial", "threads", "reference"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_executor_gives_the_bits_of_the_captured_order(name: str, executor: str) -> None:
     example = mlp()

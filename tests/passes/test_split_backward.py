@@ -69,7 +69,7 @@ def test_both_together_compute_what_the_whole_computes(
             given[name] = floats if blob.dtype == "f32" else torch.randint(0, 7, shape, generator=generator)
     whole = runtime.Function(passes.emit(program), state_of(program), executor="reference")
     wanted = dict(zip(whole.outputs, whole(program.dims, [given[n] for n in whole.inputs], 5), strict=True))
-    for executor in ("reference", "serial", "threads", "segments"):
+    for executor in ("reference", "serial", "threads"):
         ours = run(halves, state_of(program), given, executor)
         for name in (*halves.forward.step.external_outputs, *halves.backward.step.external_outputs):
             if name in wanted:

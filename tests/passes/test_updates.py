@@ -123,7 +123,7 @@ def test_neither_state_nor_all_gradients_are_on_the_device(to: str) -> None:
         else ()
     )
     batches = [(batch_of(layers()), {})] * 2
-    parking.assert_runs_the_same(program, made, batches, ["serial", "threads", "segments", "adversarial"])
+    parking.assert_runs_the_same(program, made, batches, ["serial", "threads", "adversarial"])
     plan = passes.emit(made)
     with runtime.Session(plan, made.state, binding="cpu", executor="threads") as session:
         with session.measured():

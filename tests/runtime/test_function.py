@@ -27,7 +27,7 @@ def lent(model: nn.Module, program: graphir.Program) -> dict[str, Tensor]:
     return {op.outputs[0]: own[str(op.args["key"])].detach() for op in program.init.ops}
 
 
-@pytest.mark.parametrize("executor", ["reference", "serial", "threads", "segments"])
+@pytest.mark.parametrize("executor", ["reference", "serial", "threads"])
 def test_it_reads_and_writes_the_tensors_of_its_caller(executor: str) -> None:
     model, program = made()
     theirs = copy.deepcopy(model)

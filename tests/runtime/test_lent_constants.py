@@ -24,7 +24,7 @@ class Masked(nn.Module):
 X = torch.randn(6, 4)
 
 
-@pytest.mark.parametrize("executor", ["reference", "serial", "threads", "segments"])
+@pytest.mark.parametrize("executor", ["reference", "serial", "threads"])
 def test_what_is_written_into_a_lent_tensor_holds_from_the_next_step(executor: str) -> None:
     model = Masked()
     program = passes.replicate(graphir.capture(model, (X[:3],)), [0, 1])

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from eager import ShareByShare, assert_same_bits, optimizer_tensors
 from fake_cuda import watched
 from graphir.runtime import Session
-from graphir.runtime.executors.segments import unavailable
 from idioms import Idioms
 from idioms import captured as captured_with
 from runnable import batch_of, captured, threads_of_sessions
@@ -27,8 +26,7 @@ from graphir import RunError, SessionError, memory, passes
 from graphir.analysis.short_batch import short_batch
 from graphir.ir.program import Program
 
-SEGMENTS = ["segments"] if unavailable() is None else []
-EXECUTORS = ["reference", "serial", "threads", "adversarial", *SEGMENTS]
+EXECUTORS = ["reference", "serial", "threads", "adversarial"]
 
 REPLICAS = 4
 
@@ -96,7 +94,7 @@ def programs(name: str) -> tuple[models.Example, Program, dict[str, Program]]:
 
 @pytest.mark.parametrize(
     ("placed", "executors"),
-    [("replicated", ["serial", *SEGMENTS]), ("shifted", ["reference", "threads", "adversarial"])],
+    [("replicated", ["serial"]), ("shifted", ["reference", "threads", "adversarial"])],
     ids=["replicated", "shifted"],
 )
 @pytest.mark.parametrize("name", MODELS)

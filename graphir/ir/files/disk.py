@@ -25,9 +25,9 @@ from ..program import Program
 from ..verify import require
 from .decode import value_of
 from .encode import document_of
-from .records import VERSION, AnyFile, Header, NetFile, PlanFile, ProgramFile, TensorRecord
+from .records import OLDEST, VERSION, AnyFile, Header, NetFile, PlanFile, ProgramFile, TensorRecord
 from .tensors import StoredTensors, describe, stored_layouts, write_tensors
-from .upgrade import upgraded, with_fields
+from .upgrade import with_fields
 
 __all__ = [
     "MOST_BYTES",
@@ -147,15 +147,19 @@ def _read(text: bytes, where: str) -> tuple[AnyFile, Net | Program | Plan]:
             where=where,
             fix=f"formats: {', '.join(_FORMATS)}",
         )
-    if not 1 <= header.version <= VERSION:
+    if 1 <= header.version < OLDEST:
         raise FileError(
-            f"the file has version {header.version} of its format, this graphir reads versions 1 to {VERSION}",
+            f"the file has version {header.version} of its format, written by a development version",
+            where=where,
+            fix="load and save it with commit 75f5c08",
+        )
+    if not OLDEST <= header.version <= VERSION:
+        raise FileError(
+            f"the file has version {header.version} of its format, this graphir reads versions {OLDEST} to {VERSION}",
             where=where,
             fix="install a graphir that reads it, or write the file again with this one",
         )
     try:
-        if header.version < 3:
-            text = upgraded(text, header.version)
         with collector_paused():
             found = model.model_validate_json(text)
             value = value_of(found)

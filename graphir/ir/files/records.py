@@ -19,6 +19,7 @@ from ..plan import Instruction
 from ..program import Interface, Reduction
 
 __all__ = [
+    "OLDEST",
     "VERSION",
     "AnyFile",
     "BlobRecord",
@@ -35,7 +36,10 @@ __all__ = [
 ]
 
 VERSION: Final = 4
-"""The version of the file format that is written. Versions 1 to 3 are read, too, see :func:`.upgrade.upgraded`."""
+"""The version of the file format that is written."""
+
+OLDEST: Final = 3
+"""The oldest version that is read, see :mod:`.upgrade`."""
 
 SizeText: TypeAlias = "int | str"
 Pattern: TypeAlias = Annotated[str, StringConstraints(pattern=r"^([t_]|\[[t_]*\])*$")]

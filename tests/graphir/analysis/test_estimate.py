@@ -125,7 +125,7 @@ def test_threads_of_a_host_read_what_they_reduce_while_they_add(bytes_per_second
     links = [
         Link(source=a, destination=b, bytes_per_second=bytes_per_second, latency=2.0) for a, b in permutations(GPUS, 2)
     ]
-    found = predicted(REDUCED, THREADS._replace(lock=None), links=links, host=Host(cores=2))
+    found = predicted(REDUCED, THREADS._replace(lock=0.0), links=links, host=Host(cores=2))
     assert [(o.seconds, o.source) for o in found.operators] == [(max(1.0 + 384 / 8, 128 / bytes_per_second), source)]
     assert [(u.copies, u.nbytes, u.seconds) for u in found.links] == [(1, 128, 128 / bytes_per_second)] * 2
 
@@ -138,7 +138,7 @@ def test_measured_calls_slow_each_other_down_by_what_was_measured():
     keys = [Profile.key(op, plan.step.blobs, plan.dims, 1) for op in plan.step.ops]
     calls = {keys[0]: Measured(0, 0, 1.0, beside=1.5), keys[1]: Measured(0, 0, 0.5, beside=1.0)}
     profile = Profile(Machine("a", "b", "c"), calls)
-    found = estimated(plan, topology(host=Host(cores=2, slowdown=3.0)), THREADS._replace(lock=None), {}, profile)
+    found = estimated(plan, topology(host=Host(cores=2, slowdown=3.0)), THREADS._replace(lock=0.0), {}, profile)
     assert [lane.busy for lane in found.lanes if lane.lane.endswith("compute")] == [1.25, 1.0]
     assert [operator.seconds for operator in found.operators] == [1.0, 0.5], "beside nothing else"
 
@@ -161,7 +161,7 @@ def test_it_prints_within_80_columns_and_as_json():
         assert read["path"][-1]["start"] + read["path"][-1]["seconds"] == pytest.approx(found.seconds)
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads", "segments"])
+@pytest.mark.parametrize("executor", ["serial", "threads"])
 def test_the_critical_path_accounts_for_the_whole_step(executor):
     example = models.gpt()
     plan = passes.emit(spread(captured(example, sgd(example.model.parameters()))))

@@ -130,7 +130,7 @@ def test_fixed_sizes_keep_the_strides_of_dimensions_of_one() -> None:
 def test_graphs_refuse_one_row() -> None:
     program = captured(rows_last)
     with pytest.raises(GraphirError, match="the program takes batch>=2: operator"):
-        program.to_fx()(torch.randn(1, 8, 6))
+        graphir.to_fx(program)(torch.randn(1, 8, 6))
 
 
 def test_compile_takes_one_row() -> None:

@@ -107,7 +107,7 @@ def test_complex_gradients_are_eagers(body: Body) -> None:
         model, inputs=(torch.randn(4, 6),), loss=loss_of, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Session(emit(program), program.state, executor="segments") as session:
+    with Session(emit(program), program.state, executor="serial") as session:
         for _ in range(2):
             x = torch.randn(4, 6)
             optimizer.zero_grad()

@@ -99,7 +99,7 @@ def test_guards_are_printed_saved_and_asked_by_emit_and_graphs(tmp_path: Any) ->
     assert graphir.load(tmp_path / "p.json") == program
     with pytest.raises(PassError, match="takes length<=20, not length 30"):
         passes.emit(program, dims={"length": 30})
-    forward = capture(Branching(), (torch.randn(5, 8, 6),), batch_dims={0: "batch", 1: "length"}).to_fx()
+    forward = graphir.to_fx(capture(Branching(), (torch.randn(5, 8, 6),), batch_dims={0: "batch", 1: "length"}))
     forward(torch.randn(4, 8, 6))
     with pytest.raises(GraphirError, match="the program takes length%9!=0"):
         forward(torch.randn(4, 18, 6))

@@ -129,14 +129,6 @@ def test_every_field_comes_back(tmp_path):
     assert repr(again.step.ops[0].args) == repr(program.step.ops[0].args)
 
 
-def test_files_of_version_2_are_read(tmp_path):
-    assert load(FILES / "program.v2.json") == everything()
-    plan = graphir.parse((FILES / "plan.v2.txt").read_text(encoding="utf-8"))
-    assert load(FILES / "plan.v2.json") == plan
-    changed(shutil.copy(FILES / "plan.v2.json", tmp_path / "plan.v1.json"), "version", to=1)
-    assert load(tmp_path / "plan.v1.json") == plan.with_(values={})
-
-
 @pytest.mark.parametrize("name", ["parked", "summed"])
 def test_files_of_version_3_are_read(name):
     """What the names of passes said in them, fields say now: the program's plan is the one that stands beside it."""
@@ -426,9 +418,20 @@ def test_a_folder_is_refused(tmp_path):
 def test_a_newer_version_is_refused(net_file):
     with pytest.raises(FileError) as caught:
         load(changed(net_file, "version", to=7))
-    assert caught.value.what == "the file has version 7 of its format, this graphir reads versions 1 to 4"
+    assert caught.value.what == "the file has version 7 of its format, this graphir reads versions 3 to 4"
     assert caught.value.where == str(net_file)
     assert "install a graphir that reads it" in caught.value.fix
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_version_before_the_oldest_is_refused(version, net_file):
+    with pytest.raises(FileError) as caught:
+        load(changed(net_file, "version", to=version))
+    assert str(caught.value) == (
+        f"the file has version {version} of its format, written by a development version\n"
+        f"  in   {net_file}\n"
+        "  fix  load and save it with commit 75f5c08"
+    )
 
 
 def test_a_newer_version_is_refused_before_its_content_is_read(net_file):
@@ -578,7 +581,7 @@ def test_damaged_plans_are_refused(tmp_path, keys, value, what, place):
 
 
 def test_deep_nesting_is_refused(net_file):
-    net_file.write_text('{"format": "graphir.net", "version": 1, "net": ' + "[" * 10**6)
+    net_file.write_text('{"format": "graphir.net", "version": 4, "net": ' + "[" * 10**6)
     with pytest.raises(FileError, match="recursion limit exceeded"):
         load(net_file)
 

@@ -116,7 +116,7 @@ def test_files_are_read_in_linear_time(field: str, tmp_path: Path) -> None:
                 }
             case _:
                 program[field] = text
-        path.write_text(json.dumps({"format": "graphir.program", "version": 1, "program": program}))
+        path.write_text(json.dumps({"format": "graphir.program", "version": 3, "program": program}))
         loaded = graphir.load(path)
         graphir.parse(str(loaded))
         return graphir.show(loaded)

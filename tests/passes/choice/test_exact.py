@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import random
-import sys
 from math import inf, isfinite
 
 import pytest
 from choices import chosen_at_random, every_choice, limited, varied
-from graphir.passes.choice import exact
 from graphir.passes.choice.bound import lower_bound
 from graphir.passes.choice.facts import interchangeable
-from graphir.passes.choice.model import add_problem
 from graphir.passes.choice.outcome import Outcomes
 from graphir.passes.choice.problem import Choice, Problem
 from instances import INSTANCES, Instance, instance
 
-from graphir.errors import GraphirError
+pytest.importorskip("ortools", reason="the extra test installs it")
+
+from oracle import exact
+from oracle.model import add_problem
+from ortools.sat.python.cp_model import OPTIMAL, CpModel, CpSolver
 
 EQUAL = 2e-5
 """What is proven is so up to rounding."""
@@ -30,17 +31,11 @@ SMALL = [
 ]
 
 
-@pytest.fixture
-def cp_model():
-    return pytest.importorskip("ortools.sat.python.cp_model")
-
-
 @pytest.mark.parametrize(
     ("given", "kind"),
     zip(SMALL, ["varied", "alike", "alike", "varied", "varied"], strict=True),
     ids=lambda value: getattr(value, "name", value),
 )
-@pytest.mark.usefixtures("cp_model")
 def test_the_best_of_all_choices_is_found(given: Instance, kind: str) -> None:
     """Under limits that few choices keep, and under those that none keeps."""
     problem = instance(given)
@@ -70,7 +65,7 @@ def renamed(problem: Problem, choice: Choice) -> Choice:
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_no_choice_looks_worse_to_the_solver_than_it_is(seed: int, cp_model) -> None:
+def test_no_choice_looks_worse_to_the_solver_than_it_is(seed: int) -> None:
     """A random choice is fixed, and limits are what it holds."""
     rng = random.Random(seed)
     problem = instance(rng.choice(INSTANCES[:28]))
@@ -83,20 +78,19 @@ def test_no_choice_looks_worse_to_the_solver_than_it_is(seed: int, cp_model) -> 
     choice = renamed(tight, choice)
     outcome = Outcomes(tight)(choice)
     assert not outcome.over
-    cp = cp_model.CpModel()
+    cp = CpModel()
     step = add_problem(cp, tight)
     assert step.chosen.has(choice)
     for literal in step.chosen.literals(choice):
         cp.add(literal == 1)
     cp.minimize(step.makespan)
-    solver = cp_model.CpSolver()
+    solver = CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.cp_model_presolve = False
-    assert solver.solve(cp) == cp_model.OPTIMAL
+    assert solver.solve(cp) == OPTIMAL
     assert 0.75 * outcome.seconds < solver.objective_value * step.tick <= outcome.seconds
 
 
-@pytest.mark.usefixtures("cp_model")
 def test_a_hint_is_kept_where_there_is_no_time() -> None:
     problem = instance(INSTANCES[0])
     hint = Choice((0, 1) * 4, (-1,) * 8)
@@ -107,22 +101,9 @@ def test_a_hint_is_kept_where_there_is_no_time() -> None:
     assert found.bound == lower_bound(problem).seconds
 
 
-@pytest.mark.usefixtures("cp_model")
 def test_a_hint_is_kept_where_nothing_is_better() -> None:
     problem = instance(INSTANCES[13])
     best = exact.solve(problem)
     assert best.proven and best.outcome is not None
     assert best.bound < best.outcome.seconds < best.bound * (1 + EQUAL)
     assert exact.solve(problem, hint=best.choice) == best
-
-
-def test_a_solver_that_is_not_installed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "ortools"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "ortools", None)
-    with pytest.raises(GraphirError) as caught:
-        exact.solve(instance(INSTANCES[0]))
-    assert str(caught.value) == (
-        "the best choice of a placement is found by a constraint solver that is not installed\n"
-        "  fix  pip install 'graphir[exact]'"
-    )

@@ -238,7 +238,7 @@ def test_reductions_that_follow_each_other_are_one_call():
             assert len(results) == len(list(example.model.parameters()))
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads", "segments"])
+@pytest.mark.parametrize("executor", ["serial", "threads"])
 def test_a_reduction_of_a_reduction_is_a_call_of_its_own(executor):
     text = """
     input x : f32[4] @gpu:0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from runnable import forward_plan, spread
 
-from graphir import passes
+from graphir import passes, runtime
 from graphir.capturing.capture import capture
 from graphir.errors import PlanError
 
@@ -24,7 +24,7 @@ BODY = """
 
 def test_names_and_instructions_are_told():
     plan = forward_plan(BODY, "x", output="c", state={"w": nets.torch.ones(3, 2)}, dims={"batch": 4})
-    assert plan.python("gpu:0.compute").splitlines() == [
+    assert runtime.python(plan, "gpu:0.compute").splitlines() == [
         "# gpu:0 of plan small",
         "# n: the number of steps done",
         "# i0: input x",
@@ -40,14 +40,14 @@ def test_names_and_instructions_are_told():
         ' x1[0] = None; del v0  # free "odd\\n name"',
         " return ()",
     ]
-    assert plan.python("gpu:1.copy_in") == plan.python("gpu:1.compute")
+    assert runtime.python(plan, "gpu:1.copy_in") == runtime.python(plan, "gpu:1.compute")
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_listings_of_random_plans_are_python(seed):
     plan = passes.emit(spread(nets.random_program(seed)))
     for lane in plan.lanes:
-        (function,) = ast.parse(plan.python(lane)).body
+        (function,) = ast.parse(runtime.python(plan, lane)).body
         assert isinstance(function, ast.FunctionDef)
 
 
@@ -70,7 +70,7 @@ def test_every_callable_is_named_as_in_the_program(optimizer, options, told):
         loss=given.loss,
         optimizer=optimizer(given.model.parameters(), lr=0.1, **options),
     )
-    listing = passes.emit(program).python("gpu:0.compute")
+    listing = runtime.python(passes.emit(program), "gpu:0.compute")
     assert f": {told}" in listing
     called = {line.split(": ", 1)[1] for line in listing.splitlines() if line.startswith("# c")}
     types = {op.type for op in program.step.ops}
@@ -82,7 +82,7 @@ def test_a_lane_that_is_not_there_is_refused(lane):
     plan = forward_plan(BODY, "x", output="c", state={"w": nets.torch.ones(3, 2)}, dims={"batch": 4})
     said = re.escape(f"plan 'small' has no lane {lane!r}")
     with pytest.raises(PlanError, match=rf"{said}.*\n.*fix  its lanes: gpu:0.compute"):
-        plan.python(lane)
+        runtime.python(plan, lane)
 
 
 def test_what_is_bound_is_told_in_words_that_stay_the_same():
@@ -90,7 +90,7 @@ def test_what_is_bound_is_told_in_words_that_stay_the_same():
     program = capture(given.model.train(), given.inputs, targets=given.targets, loss=given.loss)
     dropped = capture(torch.nn.Dropout(0.5), (torch.randn(4, 3),))
     plans = [passes.emit(passes.replicate(program, [0, 1])), passes.emit(dropped)]
-    listings = [plan.python("gpu:0.compute") for plan in plans]
+    listings = [runtime.python(plan, "gpu:0.compute") for plan in plans]
     told = re.findall(r"^# \w+: (.*)$", "".join(listings), re.MULTILINE)
     assert not [text for text in told if "0x" in text or "device(" in text or "follows" in text]
     for text in (
@@ -102,4 +102,4 @@ def test_what_is_bound_is_told_in_words_that_stay_the_same():
     ):
         assert text in told
     assert any(text.endswith("] at the sizes of the step") and "gpu_0/batch" in text for text in told)
-    assert listings == [plan.python("gpu:0.compute") for plan in plans]
+    assert listings == [runtime.python(plan, "gpu:0.compute") for plan in plans]

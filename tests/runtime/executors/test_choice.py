@@ -10,12 +10,13 @@ from graphir.runtime.executors import choice
 from graphir.runtime.machine import calibration
 from runnable import captured, forward_plan, sgd
 
+import graphir
 from graphir import passes
 from graphir.analysis.cost import Rates
 from graphir.analysis.execution import INTERPRETER_SECONDS, THREADS
 from graphir.analysis.profiles import Machine, Measured, Profile
 from graphir.analysis.topology import Host, Link, Speed, Topology
-from graphir.errors import SessionError
+from graphir.errors import GraphirError, SessionError
 from graphir.ir.device import gpu
 
 SLOW, FAST = Rates({"f32": 1e9}, 1e7, 1e-6), Rates({"f32": 1e15}, 1e15, 1e-9)
@@ -40,8 +41,7 @@ CHAIN = """
 
 @pytest.fixture
 def machine(monkeypatch):
-    def of(cores, rates, segments=None):
-        monkeypatch.setattr(choice, "unavailable", lambda: segments)
+    def of(cores, rates):
         for module in (choice, calibration):
             monkeypatch.setattr(module, "cores", lambda: cores)
         monkeypatch.setattr(calibration, "host_rates", lambda threads: rates)
@@ -62,14 +62,14 @@ def machine(monkeypatch):
     ],
 )
 def test_threads_are_chosen_where_they_pay(machine, cores, threads, rates, executor, reason):
-    machine(cores, rates, segments="torch has none")
+    machine(cores, rates)
     plan, state = replicas()
     with Session(plan, state, threads=threads) as session:
         assert session.executor == executor
     assert re.match(reason, choice.choose(plan, "auto", {}, threads).reason)
 
 
-@pytest.mark.parametrize("executor", ["reference", "serial", "threads", "segments"])
+@pytest.mark.parametrize("executor", ["reference", "serial", "threads"])
 def test_an_executor_that_is_asked_for_is_taken(machine, executor):
     machine(1, FAST)
     plan, state = replicas()
@@ -110,10 +110,10 @@ def test_a_prediction_adds_what_follows_and_overlaps_what_does_not():
         output="b",
     )
     each = 8000 / 1e6 + 0.5
-    locked, free = INTERPRETER_SECONDS, choice._SEGMENT_SECONDS
+    locked = INTERPRETER_SECONDS
     two, one = (host(Rates({"f32": 1.0}, 1e6, 0.5), cores) for cores in (2, 1))
     assert choice.predict(plan, two, None, 1) == pytest.approx(
-        {"serial": 3 * each, "threads": 2 * each + locked, "segments": 2 * each + free}, rel=1e-9
+        {"serial": 3 * each, "threads": 2 * each + locked}, rel=1e-9
     )
     assert choice.predict(plan, one, None, 1)["threads"] == pytest.approx(3 * each + locked)
 
@@ -142,23 +142,13 @@ def test_a_profile_goes_before_rates():
     assert choice.predict(plan, host(FAST, 2), profile, 1)["serial"] == pytest.approx(6.0, rel=1e-6)
 
 
-MIDDLING = Rates({"f32": 1e15}, 1e15, 6e-6)
-"""Calls of 6 µs: too short for Python's lock, long enough without it."""
-
-
-@pytest.mark.parametrize(("missing", "executor"), [(None, "segments"), ("torch has none", "serial")])
-def test_segments_are_chosen_where_they_pay_and_work(machine, missing, executor):
-    machine(2, MIDDLING, missing)
+def test_an_executor_that_is_gone_is_refused_with_the_one_to_use():
     plan, state = replicas()
-    with Session(plan, state, threads=1) as session:
-        assert session.executor == executor
-
-
-def test_segments_that_torch_cannot_execute_are_refused(machine):
-    machine(2, SLOW, "torch 9 does not run TorchScript's IR: gone")
-    plan, state = replicas()
-    with pytest.raises(SessionError, match=r"'segments' cannot be used: torch 9 does(.|\n)*use executor='threads'"):
+    gone = r"'segments'.*\n(.|\n)*use 'threads', which gives the same bits: 'segments' is gone$"
+    with pytest.raises(SessionError, match=rf"^executor {gone}"):
         Session(plan, state, executor="segments")
+    with pytest.raises(GraphirError, match=rf"^no executor {gone}"):
+        graphir.estimate(plan, executor="segments")
 
 
 def test_the_machine_is_measured_once_and_left_as_it_was():

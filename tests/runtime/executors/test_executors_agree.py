@@ -23,7 +23,7 @@ def assert_same_state(a, b, replicas):
 
 @pytest.mark.parametrize(
     ("place", "executors"),
-    [(lambda p: p, ("serial",)), (spread, ("serial", "threads", "segments"))],
+    [(lambda p: p, ("serial",)), (spread, ("serial", "threads"))],
     ids=["one", "spread"],
 )
 @pytest.mark.parametrize("seed", range(10))
@@ -86,7 +86,7 @@ def test_captured_models_train_as_in_eager(name, executor):
         assert all(torch.equal(kept[index][n], value) for n, value in entries.items())
 
 
-@pytest.mark.parametrize("executor", ["reference", "serial", "threads", "segments"])
+@pytest.mark.parametrize("executor", ["reference", "serial", "threads"])
 def test_shifted_replicas_train_as_eager_share_by_share(executor):
     example = models.resnet(batch=4, dropout=0.3)
     program = captured(example, sgd(example.model.parameters()))
@@ -122,7 +122,7 @@ def test_replicated_models_train_alike(name):
     plan = passes.emit(passes.replicate(program, devices=[0, 1]))
     batch = [torch.cat([tensor, tensor]) for tensor in (*example.inputs, *example.targets)]
     found = []
-    for executor in ("reference", "threads", "segments"):
+    for executor in ("reference", "threads"):
         with Session(plan, program.state, executor=executor) as session:
             losses = {f"loss {i}": session.step(*batch) for i in range(3)}
             found.append({**losses, **session.state()})

@@ -118,12 +118,10 @@ SLOW = """
 """
 
 
-@pytest.mark.parametrize(
-    ("executor", "delay"), [("threads", 0.0), ("threads", 0.01), ("threads", 0.05), ("segments", 0.01)]
-)
-def test_an_interrupt_stops_all_lanes(executor, delay):
+@pytest.mark.parametrize("delay", [0.0, 0.01, 0.05])
+def test_an_interrupt_stops_all_lanes(delay):
     x = torch.zeros(1500, 1500)
-    with Session(forward_plan(SLOW, "x", output="w"), {}, executor=executor) as session:
+    with Session(forward_plan(SLOW, "x", output="w"), {}, executor="threads") as session:
         timer = threading.Thread(target=lambda: (time.sleep(delay), _thread.interrupt_main()))
         with pytest.raises(KeyboardInterrupt):  # it may come before, in or after a step
             timer.start()
@@ -137,16 +135,15 @@ def test_an_interrupt_stops_all_lanes(executor, delay):
         assert not session.step(x).any()
 
 
-@pytest.mark.parametrize("executor", ["threads", "segments"])
-def test_sizes_may_alternate(executor):
+def test_sizes_may_alternate():
     program = nets.random_program(3)
-    with Session(passes.emit(spread(program)), program.state, executor=executor) as session:
+    with Session(passes.emit(spread(program)), program.state, executor="threads") as session:
         for batch in (6, 7, 6, 20, 7, 6):
             session.step(*nets.example_inputs(program, batch=batch))
         assert session.steps_done == 6
 
 
-@pytest.mark.parametrize(("devices", "executor"), [(1, "serial"), (2, "serial"), (2, "threads"), (2, "segments")])
+@pytest.mark.parametrize(("devices", "executor"), [(1, "serial"), (2, "serial"), (2, "threads")])
 def test_a_kernels_threads_are_those_asked_for(devices, executor, monkeypatch):
     mine, seen = torch.get_num_threads(), []
     other = 1 if mine > 1 else 2
@@ -181,7 +178,7 @@ def test_the_bits_of_a_kernel_depend_on_its_threads_and_not_on_devices(threads):
     torch.set_num_threads(threads)
     expected = x.sum()
     torch.set_num_threads(before)
-    for there, executor in ((0, "reference"), (0, "serial"), (1, "serial"), (1, "threads"), (1, "segments")):
+    for there, executor in ((0, "reference"), (0, "serial"), (1, "serial"), (1, "threads")):
         plan = forward_plan(SUM.format(0, there), "x", output="y_back")
         with Session(plan, {}, executor=executor, threads=threads) as session:
             assert torch.equal(session.step(x), expected)

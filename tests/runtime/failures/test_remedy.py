@@ -1,4 +1,4 @@
-"""What is printed where memory runs out: calls that can be pasted, with limits that devices have."""
+"""What is printed where memory runs out: a call that can be pasted, with limits that devices have."""
 
 from __future__ import annotations
 
@@ -20,19 +20,6 @@ from graphir.ir.plan import Plan
 from graphir.ir.program import Program
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-class Shared(nn.Module):
-    """One module that is called again and again, so that no modules can be cut off."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(8):
-            x = F.gelu(self.fc(x))
-        return x
 
 
 def trained(model: nn.Module, batch: int = 64) -> Program:
@@ -81,19 +68,27 @@ def test_the_call_of_balance_gives_both_devices_the_room_that_the_full_one_had()
     follow(text, program)
 
 
-def test_where_no_modules_can_be_cut_off_balance_is_named_all_the_same() -> None:
-    torch.manual_seed(0)
-    program = trained(Shared(), 1024)
-    text = said(passes.emit(program))
-    assert text.startswith("give a smaller batch, or look for what to move, park and compute again: balance(")
-    assert "}), with gpu:1 bound to memory of its own; " in text
+def test_one_more_device_takes_what_no_other_has_memory_for() -> None:
+    assert re.fullmatch(
+        r"give a smaller batch, or look for what to move, park and compute again: "
+        r"balance\(program, \{'gpu:0': (\d+), 'gpu:1': \1\}\), with gpu:1 bound to memory of its own; .*",
+        said(passes.emit(layers())),
+    )
+    alike = passes.emit(passes.replicate(layers(), devices=[0, 1]))
+    assert ", 'gpu:2': " in call_of(said(alike))
+
+
+def test_a_device_that_has_memory_to_spare_takes_part() -> None:
+    program = passes.shift_modules(layers(), {"[14:16]": "gpu:1"})
+    text = said(passes.emit(passes.inject_copies(program)))
     assert re.fullmatch(r"balance\(program, \{'gpu:0': (\d+), 'gpu:1': \1\}\)", call_of(text))
+    assert "bound to memory" not in text
 
 
 def test_the_sizes_at_which_memory_ran_out_are_those_to_capture() -> None:
     plan = passes.emit(layers())
     text = said(plan, {"batch": 1024})
-    assert f"{call_of(text)}, of a program captured at batch=1024; " in text
+    assert f"{call_of(text)}, of a program captured at batch=1024, with gpu:1 bound to memory of its own; " in text
     assert "captured at" not in said(plan)
     follow(text, layers(1024))
 
@@ -103,7 +98,7 @@ def test_the_size_to_capture_is_the_mean_of_the_replicas_rows(shares: list[int] 
     plan = passes.emit(passes.replicate(layers(), devices=[0, 1], shares=shares))
     dims = passes.emit(plan.program, {"batch": 1024}).dims
     assert max(dims.values()) == (1536 if shares else 1024)
-    assert ", of a program captured at batch=1024; " in said(plan, dims)
+    assert ", of a program captured at batch=1024" in said(plan, dims)
 
 
 def test_a_device_that_holds_more_already_keeps_it() -> None:
@@ -131,4 +126,9 @@ def test_without_modules_a_smaller_batch_is_all() -> None:
             return x.neg().exp()
 
     plan = passes.emit(graphir.capture(Alone(), (torch.randn(64, 64),)))
+    assert said(plan).startswith("give a smaller batch; ")
+
+
+def test_for_an_operator_that_makes_more_than_a_device_has_a_smaller_batch_is_all() -> None:
+    plan = passes.emit(graphir.capture(nn.Linear(1, 4096), (torch.randn(64, 1),)))
     assert said(plan).startswith("give a smaller batch; ")

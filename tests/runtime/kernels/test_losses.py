@@ -2,15 +2,12 @@
 
 import pytest
 import torch
-from graphir.runtime.executors.segments import printable
 from graphir.runtime.kernels.bindings import fastest
 from graphir.runtime.kernels.losses import LOSSES
 from runnable import forward_plan
 
 import graphir
 from graphir import passes, runtime
-from graphir.ir.device import gpu
-from graphir.ir.operator import Operator
 from graphir.ir.opset import overload
 
 REDUCED = {"none": 0, "mean": 1, "sum": 2}
@@ -34,11 +31,6 @@ def test_what_a_step_returns_holds_one_number(executor):
         loss = session.step(x)
     assert torch.equal(loss, torch.nn.functional.mse_loss(-x, x))
     assert loss.untyped_storage().nbytes() == 4
-
-
-def test_segments_call_them_in_python():
-    loss = Operator("aten.mse_loss.default", ("x", "y"), ("loss",), {}, gpu(0))
-    assert not printable(loss) and printable(loss._replace(type="aten.huber_loss.default"))
 
 
 def test_measured_bytes_are_the_predicted_ones():

@@ -13,7 +13,6 @@ import pytest
 import torch
 from graphir.runtime import Session
 from graphir.runtime.cuda.streams import TorchCuda
-from graphir.runtime.executors.segments import printable
 from graphir.runtime.kernels import repeatable as kernels
 from graphir.runtime.kernels.bindings import fastest
 from graphir.runtime.kernels.repeatable import REPEATABLE, repeatable, unrepeatable
@@ -156,19 +155,6 @@ def test_an_operator_of_another_thread_is_not_refused_meanwhile() -> None:
     stop.set()
     thread.join(20)
     assert set(modes) == {0, 1}
-
-
-def test_they_are_in_no_segment() -> None:
-    net = program_of(
-        """
-        input x : f32[3] @gpu:0
-        input i : i64[2] @gpu:0
-        a : f32[3] @gpu:0 = aten.scatter_add.default(x, i, x, dim=0)
-        b : f32[3] @gpu:0 = aten.exp(a)
-        output b
-        """
-    ).step
-    assert [printable(op) for op in net.ops] == [False, True]
 
 
 @pytest.mark.parametrize("executor", ["reference", "serial"])

@@ -8,7 +8,6 @@ import nets
 import pytest
 import torch
 from graphir.runtime import Session
-from graphir.runtime.executors.segments import unavailable
 from graphir.runtime.observing.measurement import Ledger, Measurement
 from graphir.runtime.observing.report import report
 from runnable import captured, forward_plan, setting_of, sgd, spread
@@ -113,7 +112,7 @@ def test_measured_and_predicted_bytes_are_equal(seed, devices, shares):
     program = passes.inject_copies(nets.random_program(seed, devices=devices, spread=0.5))
     plan = passes.emit(passes.share_storage(program) if shares else program)
     assert len(plan.buffers) > 20
-    for executor in ("reference", "serial", "threads", *(["segments"] if unavailable() is None else [])):
+    for executor in ("reference", "serial", "threads"):
         with Session(plan, program.state, executor=executor) as session:
             for rows in (5, 9, 2):
                 with session.measured():

@@ -22,7 +22,7 @@ TWO_DEVICES = """
     c : f32[256] @gpu:0 = aten.neg(b_gpu_0)
 """
 STATE = {"w": torch.ones(256)}
-EXECUTORS = ["reference", "serial", "threads", "segments"]
+EXECUTORS = ["reference", "serial", "threads"]
 
 
 @pytest.fixture

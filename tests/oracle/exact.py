@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import time
 from math import isfinite
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from graphir.errors import GraphirError
+from graphir.passes.choice.bound import lower_bound
+from graphir.passes.choice.outcome import Outcome, Outcomes
+from graphir.passes.choice.problem import Choice, Problem
+from ortools.sat.python.cp_model import FEASIBLE, INFEASIBLE, OPTIMAL, UNKNOWN, CpModel, CpSolver
 
-from .bound import lower_bound
 from .model import add_problem
-from .outcome import Outcome, Outcomes
-from .problem import Choice, Problem
 
 __all__ = ["Exact", "solve"]
 
@@ -51,18 +51,8 @@ def solve(problem: Problem, seconds: float = 60.0, hint: Choice | None = None, w
         seconds: how long to look for it.
         hint: a choice to begin with.
         workers: threads of the solver. With one of them, the same problem is solved in the same way.
-
-    Raises:
-        GraphirError: ortools is not installed.
     """
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError as missing:
-        raise GraphirError(
-            "the best choice of a placement is found by a constraint solver that is not installed",
-            fix="pip install 'graphir[exact]'",
-        ) from missing
-    return _Solving(problem, cp_model, seconds, workers).run(hint)
+    return _Solving(problem, seconds, workers).run(hint)
 
 
 class _Solving:
@@ -74,11 +64,11 @@ class _Solving:
         bound: seconds of what is not excluded, at least.
     """
 
-    def __init__(self, problem: Problem, cp_model: Any, seconds: float, workers: int) -> None:
+    def __init__(self, problem: Problem, seconds: float, workers: int) -> None:
         self.until = time.perf_counter() + seconds
-        self.problem, self.cp_model, self.workers = problem, cp_model, workers
+        self.problem, self.workers = problem, workers
         self.outcomes = Outcomes(problem)
-        self.cp = cp_model.CpModel()
+        self.cp = CpModel()
         self.step = add_problem(self.cp, problem)
         self.cp.minimize(self.step.makespan)
         self.best: tuple[Choice, Outcome] | None = None
@@ -110,22 +100,22 @@ class _Solving:
 
     def solved(self, seconds: float) -> bool:
         """Solve the model for what is as good as the best; whether nothing is better."""
-        cp_model, step = self.cp_model, self.step
+        step = self.step
         if self.best is not None:
             self.cp.add(step.makespan <= step.ticks(self.best[1].seconds))
-        solver = cp_model.CpSolver()
+        solver = CpSolver()
         solver.parameters.max_time_in_seconds = seconds
         solver.parameters.num_workers = self.workers
         solver.parameters.cp_model_presolve = False
         status = solver.solve(self.cp)
-        if status == cp_model.INFEASIBLE:
+        if status == INFEASIBLE:
             if self.best is not None and not self.seen:
                 raise AssertionError(f"the model of a placement excludes {self.best[0]}")
             return True
-        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.UNKNOWN):
+        if status not in (OPTIMAL, FEASIBLE, UNKNOWN):
             raise AssertionError(self.cp.validate())
         self.bound = max(self.bound, solver.best_objective_bound * step.tick)
-        if status != cp_model.UNKNOWN:
+        if status != UNKNOWN:
             choice = step.chosen.choice(solver)
             self.seen |= not self.take(choice).over
             self.cp.clear_hints()

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from ..facts import Readers
-from ..outcome import buffers
-from ..problem import Problem
+from graphir.passes.choice.facts import Readers
+from graphir.passes.choice.outcome import buffers
+from graphir.passes.choice.problem import Problem
+
 from .step import Step
 
 __all__ = ["add_buffers"]

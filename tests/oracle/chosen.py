@@ -7,8 +7,8 @@ from itertools import pairwise
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from ..facts import interchangeable
-from ..problem import AGAIN, KEEP, Choice, Problem
+from graphir.passes.choice.facts import interchangeable
+from graphir.passes.choice.problem import AGAIN, KEEP, Choice, Problem
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, CpSolver, IntVar

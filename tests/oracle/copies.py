@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from ..facts import Reader, Readers
-from ..problem import AGAIN, Value
+from graphir.passes.choice.facts import Reader, Readers
+from graphir.passes.choice.problem import AGAIN, Value
+
 from .step import Sent, Step
 
 if TYPE_CHECKING:

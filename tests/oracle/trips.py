@@ -18,12 +18,13 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from graphir.passes.choice.facts import Readers
+from graphir.passes.choice.problem import Value
+from graphir.passes.order import AHEAD
+from graphir.passes.trips import QUEUED, toll
+
 from graphir.ir.device import Device
 
-from ...order import AHEAD
-from ...trips import QUEUED, toll
-from ..facts import Readers
-from ..problem import Value
 from .step import Sent, Step
 
 if TYPE_CHECKING:

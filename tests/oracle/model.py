@@ -7,7 +7,7 @@ trips.py    values that are parked, and come back by the clock of their device
 buffers.py  what the copies to a device are received in
 
 Times and bytes are counted in millionths, rounded so that no choice looks worse than it is. The model says what
-:mod:`..outcome` says but for five things, of which each makes choices look better, never worse:
+:mod:`graphir.passes.choice.outcome` says but for five things, of which each makes choices look better, never worse:
 
 * of many groups, what is received takes as much as is there at once, however buffers are reused;
 * what lingers at home after the last copy to a device takes nothing;
@@ -20,8 +20,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..facts import readers_of
-from ..problem import Problem
+from graphir.passes.choice.facts import readers_of
+from graphir.passes.choice.problem import Problem
+
 from .buffers import add_buffers
 from .chosen import Chosen
 from .copies import add_value

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ..facts import longest, total_seconds
-from ..problem import AGAIN, Problem
+from graphir.passes.choice.facts import longest, total_seconds
+from graphir.passes.choice.problem import AGAIN, Problem
+
 from .chosen import Chosen
 
 if TYPE_CHECKING:
