@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ..errors import GraphirError, counted, nearest
 from ..ir.blob import STATE_ROLES, Blob
 from ..ir.device import Device
+from ..ir.infer import is_known
 from ..ir.net import Net
 from ..ir.optypes.sized import SizedOperator, UnknownShape
 from ..ir.optypes.table import operator_type
@@ -22,7 +23,6 @@ from ..ir.program import Program
 from ..ir.size import LARGEST, Dims, size_dims
 from ..ir.text import nbytes_text
 from ..ir.verify import Planned, require, subject_of
-from ..ir.verify.infer import is_known
 from .caveats import caveats_with_bytes
 from .liveness import Lifetime, liveness, stays
 from .profile_files import at_hand

@@ -20,10 +20,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError, nearest
+from ..ir.geometry import geometry_of
 from .conditions import Broken
 from .libraries import Outside
 from .refusals import where
-from .values import geometry_of
 
 __all__ = [
     "TABLES",

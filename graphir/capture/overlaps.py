@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..errors import CaptureError
 from ..ir.blob import overlaps as overlaps_itself
 from ..ir.blob import reach
-from .values import Alias, Geometry
+from ..ir.geometry import Geometry
+from .values import Alias
 
 __all__ = ["described", "have_common_bytes", "overlaps", "reach_of", "refuse_overlapping_operands"]
 

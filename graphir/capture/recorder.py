@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 
 from ..errors import CaptureError, GraphirError
+from ..ir.geometry import geometry_of
 from ..ir.opset import CHECKS, is_composite
 from ..ir.tensor import PLAIN
 from .autocast import Target
@@ -43,7 +44,7 @@ from .sequences import is_ctc, record_ctc, refuse_packed
 from .source_lines import SourceLines
 from .sparse import SparseTensors
 from .tape import Tape
-from .values import Alias, Call, Store, Value, geometry_of
+from .values import Alias, Call, Store, Value
 
 __all__ = ["Recorder"]
 

@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import CaptureError
+from ..ir.geometry import Geometry, geometry_of
 from ..ir.operator import Arg, Phase
 from ..ir.symbols import to_symbol
 from .belonging import Belonging
@@ -28,7 +29,7 @@ from .results import Results, in_sequence
 from .scopes import Scopes
 from .source_lines import SourceLines
 from .told_sizes import ToldSizes
-from .values import Alias, Call, Replay, Value, geometry_of
+from .values import Alias, Call, Replay, Value
 
 __all__ = ["Tape"]
 
@@ -66,7 +67,7 @@ class Tape:
 
     def fake(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A fake tensor with memory of its own."""
-        return self._results.empty(tuple(shape), tuple(strides), dtype)
+        return self._results.empty(Geometry(tuple(shape), tuple(strides), 0, dtype))
 
     def external(self, tensor: torch.Tensor, name: str, kind: str, shared: str = "") -> Value:
         """Make a fake tensor known as a parameter, buffer, constant or input; for *shared* see :class:`.Store`."""

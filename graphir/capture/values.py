@@ -11,50 +11,17 @@ recording keeps two things apart::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
+from ..ir.geometry import geometry_of
 from ..ir.operator import Arg, Phase
 
-__all__ = ["Alias", "Call", "Geometry", "Replay", "Store", "Value", "geometry_of"]
+__all__ = ["Alias", "Call", "Replay", "Store", "Value"]
 
 Replay: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 """An operator and its arguments, tensors included."""
-
-
-_shape_of: Final = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
-_strides_of: Final = torch.Tensor.stride
-_offset_of: Final = torch.Tensor.storage_offset
-"""The plain integers, also where the step is given others (:mod:`.extents`)."""
-
-
-class Geometry(NamedTuple):
-    """Where in its memory a tensor looks, and as what: offset and strides count elements.
-
-    Attributes:
-        conj: it shows the conjugates of what is there; torch says so by a bit of the tensor, and copies nothing.
-        neg: it shows the negatives of what is there.
-    """
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    conj: bool
-    neg: bool
-
-
-def geometry_of(tensor: torch.Tensor) -> Geometry:
-    """The geometry of *tensor* now."""
-    return Geometry(
-        tuple(_shape_of(tensor)),
-        _strides_of(tensor),
-        int(_offset_of(tensor)),
-        tensor.dtype,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
 
 
 class Value:

@@ -10,7 +10,7 @@ from ..errors import GraphirError
 from .dtype import TORCH_NAME
 from .operator import Symbol
 
-__all__ = ["to_symbol", "to_torch"]
+__all__ = ["has_symbol", "to_symbol", "to_torch"]
 
 _TO_TORCH: Final[dict[str, Any]] = {short: getattr(torch, name) for short, name in TORCH_NAME.items()} | {
     name: getattr(torch, name)
@@ -22,6 +22,11 @@ _TO_SYMBOL: Final[dict[Any, Symbol]] = {value: Symbol(name) for name, value in _
 def to_torch(symbol: str) -> Any:
     """The torch constant that a symbol names."""
     return _TO_TORCH[symbol]
+
+
+def has_symbol(constant: torch.dtype) -> bool:
+    """Whether graphir has a name for an element type."""
+    return constant in _TO_SYMBOL
 
 
 def to_symbol(constant: torch.dtype | torch.layout | torch.memory_format) -> Symbol:

@@ -12,8 +12,8 @@ from graphir.runtime import Session
 from torch import Tensor, nn
 
 from graphir.capture import capture
-from graphir.capture.results import forget
 from graphir.errors import CaptureError
+from graphir.ir.infer import forget
 
 Body = Callable[[Tensor], Tensor]
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from graphir import passes
 from graphir.capture import capture
 from graphir.capture.overlaps import have_common_bytes
-from graphir.capture.values import geometry_of
 from graphir.errors import CaptureError
+from graphir.ir.geometry import geometry_of
 
 
 class Written(nn.Module):
