@@ -249,7 +249,7 @@ class _Walk:
 
         if away and self.placed:
             self.place(op)
-        if op.type == "AllReduce" and inputs and blobs[inputs[0]].device != device:
+        if op.kind == "reduce" and inputs and blobs[inputs[0]].device != device:
             self.report(f"AllReduce is on {device} but its first participant is on {blobs[inputs[0]].device}", op)
         if op.issue or op.received:
             self.transfer(op)
