@@ -87,7 +87,7 @@ class _Following:
                 device = self.device_of(i, op)
             if device != op.device:
                 ops[i] = op.on(device, self.by)
-            if op.type == "AllReduce":
+            if op.kind == "reduce":
                 for participant, result in zip(participants(op), self.outputs(i), strict=True):
                     self.move(result, self.place(self.inputs(i)[participant]))
             elif device != op.device and i not in self.moved:
@@ -130,11 +130,11 @@ class _Following:
         """Where an operator goes that nobody has moved."""
         if op.effects.shows:
             return self.place(self.blob[self.begin[i] + op.effects.views[0][1]])
-        if op.type == "AllReduce":
+        if op.kind == "reduce":
             return self.place(self.inputs(i)[0])
         if op.phase == "reduce":
             return self.read_at.get(op.outputs[0], op.device)
-        if op.type == "Copy" and op.outputs[0] in self.read_at:  # parked state comes to where it is updated
+        if op.kind == "copy" and op.outputs[0] in self.read_at:  # parked state comes to where it is updated
             return self.read_at[op.outputs[0]]
         if op.phase == "update":
             return self.updated(i, op)
@@ -190,7 +190,7 @@ class _Following:
         for i, op in reversed(list(enumerate(self.net.ops))):
             if op.phase == "update" and op.effects.writes:
                 device = self.updated(i, op)
-            elif op.phase == "reduce" and op.type != "AllReduce" and op.outputs[0] in found:
+            elif op.phase == "reduce" and op.kind != "reduce" and op.outputs[0] in found:
                 device = found[op.outputs[0]]
             else:
                 continue

@@ -114,7 +114,7 @@ class Injection:
             if workspace:  # a captured operator makes what lives on its device, or overwrites an operand
                 if present and mentions(op):
                     self.settle(op)
-                if op.type == "Copy" and not counted and self.copied_from(op) is blobs[operands[0]].device:
+                if op.kind == "copy" and not counted and self.copied_from(op) is blobs[operands[0]].device:
                     operands = op.outputs
                 elif op.type in host:
                     self.place(op)
@@ -136,7 +136,7 @@ class Injection:
     def place(self, op: Operator) -> None:
         """Append an operator of which some operand may be elsewhere."""
         needed = made = None
-        if op.type == "Copy":
+        if op.kind == "copy":
             needed = [self.copied_from(op)]
         elif op.type in self.dialect.elsewhere:
             needed, made = required_devices(op, self.blobs, self.dialect)

@@ -94,7 +94,7 @@ class Bytes:
             for name, nbytes in zip(op.outputs, sizes[i], strict=True):
                 blob = blobs[name]
                 if blob.storage == name and name not in given and name not in number:
-                    storage = self.storages[name] = places[blob.device], nbytes, op.type == "Copy"
+                    storage = self.storages[name] = places[blob.device], nbytes, op.kind == "copy"
                     made.append(storage)
                     number[name] = -1
                     if name not in kept:
@@ -269,7 +269,7 @@ class Work:
                     kind[i] = INPUT
                 if kind[other] in (INPUT, WEIGHT) and (goes_on[other] or _computes(ops[other])):
                     goes_on[i] = True
-            if goes_on[i] and ops[i].type == "Copy":
+            if goes_on[i] and ops[i].kind == "copy":
                 kind[i] = INPUT
 
 
@@ -283,7 +283,7 @@ def _seconds(net: Net, dims: Dims, kinds: Kinds, topology: Topology | None) -> l
         return seconds_alike(net, dims, kinds)
     links: dict[int, float] = {}
     for i, op in enumerate(net.ops):
-        if op.type != "Copy":
+        if op.kind != "copy":
             continue
         blob, target = net.blobs[op.inputs[0]], net.blobs[op.outputs[0]].device
         if blob.device != target:
@@ -323,7 +323,7 @@ def _hold_back(net: Net, earlier: list[list[int]], kind: Sequence[int]) -> None:
     readers: dict[int, list[int]] = {}
     copies = set()
     for i, op in enumerate(net.ops):
-        if op.type == "Copy" and kind[i] == WEIGHT and kind[makers.get(op.inputs[0], i)] == FORWARD:
+        if op.kind == "copy" and kind[i] == WEIGHT and kind[makers.get(op.inputs[0], i)] == FORWARD:
             copies.add(i)
         for name in op.outputs:
             makers[name] = i

@@ -38,7 +38,7 @@ def without_needless(net: Net) -> Net:
             blobs[name] = blob._replace(
                 storage=home.storage, device=home.device, role=home.role, offset=add(home.offset, blob.offset)
             )
-    ops = [_reading(op, stands) for op in net.ops if not (op.type == "Copy" and op.outputs[0] in stands)]
+    ops = [_reading(op, stands) for op in net.ops if not (op.kind == "copy" and op.outputs[0] in stands)]
     return net.with_(
         ops=tuple([op._replace(device=blobs[op.outputs[0]].device) if op.effects.shows else op for op in ops]),
         blobs=blobs,
@@ -89,7 +89,7 @@ def _copies(net: Net) -> dict[str, _Copied]:
                     shown.update(dict.fromkeys(op.outputs, shown[name]))
                 elif name in shown:
                     found[shown[name]].readers.append(op)
-        if op.type == "Copy" and op.output_versions is None:
+        if op.kind == "copy" and op.output_versions is None:
             shown[op.outputs[0]] = op.outputs[0]
             found[op.outputs[0]] = _Copied(op.inputs[0], [])
     return found

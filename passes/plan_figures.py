@@ -74,7 +74,7 @@ class PlanFigures:
         made: set[str] = set()
         self.parts: list[list[tuple[int, int, int]]] = []
         for i, op in enumerate(ops):
-            if op.type == "Copy" and not (op.output_versions or (0,))[0]:
+            if op.kind == "copy" and not (op.output_versions or (0,))[0]:
                 self.copies[i] = op.outputs[0]
             inside = taken[i].scratch if i in taken else sizes.scratch[i]
             parts = []

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from graphir.errors import PassError
-from graphir.ir.blob import Blob, contiguous_strides
+from graphir.ir.blob import Blob
 from graphir.ir.fitting import Grid
+from graphir.ir.geometry import Geometry, geometry
+from graphir.ir.infer import infer
 from graphir.ir.operator import Operator, leaves
 from graphir.ir.size import Dims, Polynomial, Shape, Size, size_dims
-from graphir.ir.verify.infer import Geometry, geometry, infer
 
 __all__ = ["Made", "results_of"]
 
@@ -85,7 +86,6 @@ def _fitted(op: Operator, made: Sequence[Geometry], grid: Grid) -> Made:
         )
     shape = tuple([size(numbers) for numbers in zip(*[g.shape for g in made], strict=True)])
     strides = None
-    if any(g.strides is not None for g in made):
-        each = [g.strides or contiguous_strides(g.shape) for g in made]
-        strides = tuple([size(numbers) for numbers in zip(*each, strict=True)])
-    return Made(shape, made[0].dtype, strides, size([g.offset for g in made]))
+    if any(g.declared_strides is not None for g in made):
+        strides = tuple([size(numbers) for numbers in zip(*[g.strides for g in made], strict=True)])
+    return Made(shape, made[0].symbol, strides, size([g.offset for g in made]))

@@ -145,7 +145,7 @@ class Move:
         for i, op in enumerate(step.ops):
             if follows(op):
                 continue
-            if op.type == "Copy":  # somebody has put it where it is, or where the module is that reads it
+            if op.kind == "copy":  # somebody has put it where it is, or where the module is that reads it
                 placed[i] = self.device(op.module, op.device)
             elif op.type == _CAST or not (op.module in self.claimed or self.is_fixed(op.module, op.inputs)):
                 free[i] = None

@@ -108,7 +108,7 @@ def ungathered(net: Net) -> Net:
     sources = {
         op.outputs[0]: op.inputs[0]
         for op in net.ops
-        if op.type == "Copy"
+        if op.kind == "copy"
         and op.phase == "reduce"
         and op.input_versions is None
         and op.outputs[0] in read

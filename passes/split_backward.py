@@ -311,7 +311,7 @@ def _without_unread_sums(ops: Sequence[Operator], wanted: Sequence[str]) -> list
     read = {*wanted, *(name for op in ops for name in op.inputs)}
     found = []
     for op in ops:
-        if op.type == "AllReduce" and not read.issuperset(op.outputs):
+        if op.kind == "reduce" and not read.issuperset(op.outputs):
             kept = [name for name in op.outputs if name in read]
             results = "".join(["t" if name in read else "_" for name in op.outputs])
             op = op._replace(outputs=tuple(kept), results=f"[{results}]", by=_NAME)

@@ -106,7 +106,7 @@ def _sources(net: Net) -> dict[str, str]:
     return {
         op.outputs[0]: op.inputs[0]
         for op in net.ops
-        if op.type == "Copy" and net.blobs[op.outputs[0]].role not in STATE_ROLES
+        if op.kind == "copy" and net.blobs[op.outputs[0]].role not in STATE_ROLES
     }
 
 
@@ -118,7 +118,7 @@ def parked_storages(net: Net) -> set[str]:
     not parked.
     """
     blobs, sources = net.blobs, _sources(net)
-    found = {op.outputs[0] for op in net.ops if op.type == "Copy" and op.outputs[0] not in sources}
+    found = {op.outputs[0] for op in net.ops if op.kind == "copy" and op.outputs[0] not in sources}
     for copy, away in sources.items():
         home = sources.get(away)
         if home is not None and blobs[home].device == blobs[copy].device != blobs[away].device:
@@ -157,7 +157,7 @@ def _is_copied(program: Program) -> bool:
     net = program.step
     sources, parked, exchange = _sources(net), parked_storages(net), set(map(id, exchanged(net)))
     for op in net.ops:
-        if op.type == "Copy" and op.phase in ("forward", "backward") and id(op) not in exchange:
+        if op.kind == "copy" and op.phase in ("forward", "backward") and id(op) not in exchange:
             name = op.inputs[0]
             while name in sources:
                 name = sources[name]
@@ -168,7 +168,7 @@ def _is_copied(program: Program) -> bool:
 
 def _crosses(program: Program) -> bool:
     """Whether a copy of the forward or the backward brings a value from one device to another."""
-    return any(op.type == "Copy" and op.phase in ("forward", "backward") for op in program.step.ops)
+    return any(op.kind == "copy" and op.phase in ("forward", "backward") for op in program.step.ops)
 
 
 def _is_moved(program: Program) -> bool:
@@ -183,7 +183,7 @@ def _is_placed(program: Program) -> bool:
     blobs = program.step.blobs
     return any(
         op.device not in _CAPTURED
-        and op.type != "Copy"
+        and op.kind != "copy"
         and op.phase in ("forward", "backward")
         and not (op.device.is_host and all(blobs[name].shape == () for name in op.outputs))
         for op in program.step.ops

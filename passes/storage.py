@@ -79,7 +79,7 @@ def _share(net: Net, keep: Sequence[str]) -> Net:
     kept = {owner[name] for name in (*net.external_inputs, *net.external_outputs, *keep)}
     # A copy keeps the address of its source modulo 64, a fresh result begins at a multiple of it, and kernels may round
     # by addresses: a result that took the place of a copy's could give other bits.
-    kept.update(owner[name] for op in net.ops if op.type == "Copy" for name in op.outputs)
+    kept.update(owner[name] for op in net.ops if op.kind == "copy" for name in op.outputs)
 
     merged: dict[str, str] = {}
 

@@ -123,7 +123,7 @@ class Clock:
     @classmethod
     def of(cls, net: Net, device: Device, dims: Dims) -> Clock:
         """The clock of a device."""
-        busy = [i for i, op in enumerate(net.ops) if op.device == device and not op.effects.shows and op.type != "Copy"]
+        busy = [i for i, op in enumerate(net.ops) if op.device == device and not op.effects.shows and op.kind != "copy"]
         return cls(busy, [work(net.ops[i], net, dims).nbytes for i in busy])
 
     @staticmethod

@@ -369,7 +369,7 @@ class _Alone:
                 raise self._misfit("the recorded step takes or returns something else than the plan's")
         ops = self._whole.step.ops
         synchronised = {op.module for op in ops if op.type == _SYNCHRONISED}
-        if any(op.type == "AllReduce" and op.phase in _MEETING and op.module not in synchronised for op in ops):
+        if any(op.kind == "reduce" and op.phase in _MEETING and op.module not in synchronised for op in ops):
             raise self._misfit("a callback lets its replicas meet in the forward or backward")
 
     def _misfit(self, what: str) -> CoverageError:

@@ -20,6 +20,7 @@ from ..ir.optypes.table import operator_type
 from ..ir.plan import issued_as
 from ..ir.size import Dims
 from .alike import Kinds
+from .formulas.flops import flops_of
 from .profiles import Profile
 from .scratch import is_called
 
@@ -118,17 +119,17 @@ def _computes(op: Operator) -> bool:
 
 def _work(op: Operator, blobs: Mapping[str, Blob], dims: Dims, sizes: dict[str, int]) -> Work:
     """The work of an operator; *sizes* keeps the bytes of blobs from one to the next."""
-    known = operator_type(op.type)
     nbytes = 0
-    for name in op.outputs if known.reads_rows else (*op.outputs, *op.inputs):
+    for name in op.outputs if operator_type(op.type).reads_rows else (*op.outputs, *op.inputs):
         size = sizes.get(name)
         if size is None:
             size = sizes[name] = dense_nbytes(blobs[name], dims)
         nbytes += size
-    if known.flops is None:
+    formula = flops_of(op.type)
+    if formula is None:
         return Work(0, nbytes)
     try:
-        flops = known.flops(SizedOperator(op, blobs, dims, 1))
+        flops = formula(SizedOperator(op, blobs, dims, 1))
     except UnknownShape:
         return Work(0, nbytes)
     return Work(flops, nbytes, blobs[op.outputs[0]].dtype or _DTYPE if op.outputs else _DTYPE)

@@ -289,7 +289,7 @@ class _Compared:
                 self.operator(key, op, theirs[key])
         for key, op in theirs.items():
             if key not in ours:
-                (self.copies if op.type == "Copy" else self.added).append(self.entry(key, op, after))
+                (self.copies if op.kind == "copy" else self.added).append(self.entry(key, op, after))
         self.order += _displaced(ours, theirs)
         for name, blob in before.blobs.items():
             other = after.blobs.get(name)
@@ -314,7 +314,7 @@ class _Compared:
 
     def entry(self, key: str, op: Operator, net: Net) -> OperatorEntry:
         nbytes = 0
-        if op.type == "Copy":
+        if op.kind == "copy":
             try:
                 nbytes = dense_nbytes(net.blobs[op.outputs[0]], self.dims)
             except GraphirError:  # a dimension without a value

@@ -7,8 +7,8 @@ from typing import Final
 
 from ..errors import GraphirError
 from ..ir.net import Net
-from ..ir.optypes.table import operator_type
 from ..ir.text import operator_text
+from .formulas.flops import flops_of
 from .topology import Topology
 
 __all__ = ["refuse_element_types", "without_figures"]
@@ -61,4 +61,4 @@ def _multiplied(net: Net) -> dict[str, int]:
 
 def _dtype(net: Net, outputs: tuple[str, ...], type_: str) -> str | None:
     """The element type that an operator multiplies in; None: it does not."""
-    return net.blobs[outputs[0]].dtype or None if outputs and operator_type(type_).flops is not None else None
+    return net.blobs[outputs[0]].dtype or None if outputs and flops_of(type_) is not None else None

@@ -26,11 +26,11 @@ from ..ir.blob import STATE_ROLES
 from ..ir.device import Device
 from ..ir.net import Net
 from ..ir.operator import Operator, bind_arg, leaves
-from ..ir.optypes.launches import ONE, Launches
 from ..ir.optypes.sized import SizedOperator
 from ..ir.optypes.table import operator_type
 from ..ir.plan import Event, Instruction, Plan, issued_as, lane, lane_device
 from ..ir.size import Dims, Polynomial
+from .formulas.launches import LAUNCHES, ONE, Launches
 from .joint import Held, are_alike, are_incomplete, grouped, joins
 from .scratch import is_called
 from .views import uncalled_views
@@ -111,7 +111,7 @@ def _around_graph(plan: Plan, issued: Issuing) -> Issuing:
 
 def _launches(op: Operator, net: Net, dims: Dims) -> Launches:
     """How many kernels an operator that is no view launches."""
-    formula = operator_type(op.type).launches
+    formula = LAUNCHES.get(op.type)
     return ONE if formula is None else formula(SizedOperator(op, net.blobs, dims, 1))
 
 

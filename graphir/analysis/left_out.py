@@ -121,7 +121,7 @@ class LeftOut:
 
     def _executed(self, op: Operator) -> Iterator[Operator]:
         """What is left of an operator, as far as it does not follow from who reads it."""
-        if op.type == "AllReduce":
+        if op.kind == "reduce":
             yield from self._reduced(op)
         elif op.type == "graphir.sparse_sum":
             yield from self._sparse_sum(op)
@@ -368,7 +368,7 @@ def _of_participants(op: Operator, taking: Sequence[int], lists: int, net: Net) 
         args=args,
         operands=pattern * lists,
     )
-    if op.type != "AllReduce":
+    if op.kind != "reduce":
         return op
     made = participants(op)
     left = [k for k, participant in enumerate(made) if participant in taking]

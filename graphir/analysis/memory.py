@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 from ..errors import GraphirError, counted, nearest
 from ..ir.blob import STATE_ROLES, Blob
 from ..ir.device import Device
+from ..ir.infer import is_known
 from ..ir.net import Net
 from ..ir.optypes.sized import SizedOperator, UnknownShape
-from ..ir.optypes.table import operator_type
 from ..ir.plan import Plan, program_of, sizes_of
 from ..ir.program import Program
 from ..ir.size import LARGEST, Dims, size_dims
 from ..ir.text import nbytes_text
 from ..ir.verify import Planned, require, subject_of
-from ..ir.verify.infer import is_known
 from .caveats import caveats_with_bytes
+from .formulas.kept import KEPT
 from .liveness import Lifetime, liveness, stays
 from .profile_files import at_hand
 from .profiles import Measured, Profile
@@ -437,7 +437,7 @@ def _kept(net: Net, dims: Dims, taken: Mapping[int, Measured]) -> dict[str, int]
     """
     found: dict[str, int] = {}
     for i, op in enumerate(net.ops):
-        if (formula := operator_type(op.type).kept) is not None:
+        if (formula := KEPT.get(op.type)) is not None:
             try:
                 beyond = dict(formula(SizedOperator(op, net.blobs, dims, threads=1)))
             except UnknownShape:

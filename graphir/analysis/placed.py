@@ -145,6 +145,6 @@ def exchanged(net: Net) -> list[Operator]:
             copy = copies.get(name)
             if copy is not None and op.outputs and prefix_of(op.outputs[0]) != prefix_of(copy.inputs[0]):
                 found[name] = copy
-        if op.type == "Copy":
+        if op.kind == "copy":
             copies[op.outputs[0]] = op
     return list(found.values())

@@ -10,6 +10,7 @@ from ..ir.operator import Operator
 from ..ir.optypes.sized import SizedOperator, UnknownShape
 from ..ir.optypes.table import operator_type
 from ..ir.size import Dims
+from .formulas.scratch import SCRATCH
 
 __all__ = ["is_called", "scratch"]
 
@@ -27,7 +28,7 @@ def scratch(op: Operator, blobs: Mapping[str, Blob], dims: Dims, threads: int) -
 
     None where that is not known: no formula covers its type or its operands, or a shape is not known.
     """
-    formula = operator_type(op.type).scratch
+    formula = SCRATCH.get(op.type) or operator_type(op.type).scratch
     if formula is None:
         return None
     try:

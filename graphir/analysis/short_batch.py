@@ -77,7 +77,7 @@ def _groups(transfers: list[int], left: LeftOut) -> Iterator[Issue]:
     step, groups = left.program.step, dict[tuple[Device, ...], list[int]]()
     for position in transfers:
         op = step.ops[position]
-        route = (step.blobs[op.inputs[0]].device, op.device) if op.type == "Copy" else ()
+        route = (step.blobs[op.inputs[0]].device, op.device) if op.kind == "copy" else ()
         groups.setdefault(route, []).append(position)
     transfers.clear()
     yield from map(tuple, groups.values())

@@ -487,7 +487,7 @@ class _Form:
             run.world = call
         if self.kind != "Free":  # Caffe2's, which gives memory back and computes nothing
             run.calls[call] = op
-        if self.kind == "AllReduce":
+        if op.kind == "reduce":
             for name in op.outputs if part is None else op.outputs[part : part + 1]:
                 run.write(name, number((*key, run.geometries[name])))
             return

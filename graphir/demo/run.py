@@ -156,7 +156,7 @@ class _Demo:
         shifted = passes.shift_activations(replicated, activations[len(activations) // 2 :], shifts=SHIFTS)
         placed = passes.share_storage(passes.inject_copies(shifted))
         moved = sum(a.device != b.device for a, b in zip(replicated.step.ops, shifted.step.ops, strict=True))
-        copies = sum(op.type == "Copy" for op in placed.step.ops)
+        copies = sum(op.kind == "copy" for op in placed.step.ops)
         self.say(f"replicate{{devices={list(DEVICES)}}}: {len(replicated.step.ops)} operators, gradients averaged")
         self.say(f"shift_activations: the second half, {dict(SHIFTS)}: {moved} operators moved, {copies} copies put in")
         compared = certify(replicated, placed).compared

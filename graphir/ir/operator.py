@@ -22,6 +22,7 @@ __all__ = [
     "Group",
     "Issue",
     "Operator",
+    "OperatorKind",
     "Phase",
     "Received",
     "Symbol",
@@ -43,6 +44,8 @@ PHASES: Final[tuple[str, ...]] = get_args(Phase)
 
 Issue: TypeAlias = Literal["", "placed", "due"]
 ISSUES: Final[tuple[str, ...]] = get_args(Issue)
+OperatorKind: TypeAlias = Literal["", "copy", "reduce"]
+_KINDS: Final[Mapping[str, OperatorKind]] = {"Copy": "copy", "AllReduce": "reduce"}
 Received: TypeAlias = Literal["", "fresh"]
 RECEIVED: Final[tuple[str, ...]] = get_args(Received)
 
@@ -178,6 +181,11 @@ class Operator(NamedTuple):
     def on(self, device: Device, by: str) -> Operator:
         """This operator moved to *device* by a pass: ``_replace`` at half its cost, as passes over large nets need."""
         return Operator._make(self[:4] + (device, self[5], self[6], by) + self[8:])  # noqa: RUF005  # half as long
+
+    @property
+    def kind(self) -> OperatorKind:
+        """``copy`` for a ``Copy``, ``reduce`` for an ``AllReduce``; empty where the operands are on one device."""
+        return _KINDS.get(self.type, "")
 
     @property
     def reads(self) -> Iterator[tuple[str, int]]:

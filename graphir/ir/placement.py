@@ -37,7 +37,7 @@ def required_devices(op: Operator, blobs: Mapping[str, Blob], dialect: Dialect) 
     device = op.device
     inputs, outputs = [device] * len(op.inputs), [device] * len(op.outputs)
     if op.type in dialect.elsewhere:
-        if op.type == "Copy":
+        if op.kind == "copy":
             return [blobs[name].device for name in op.inputs], outputs
         if op.type in dialect.stays:
             given = [blobs[name].device for name in op.inputs]

@@ -73,9 +73,9 @@ def lane_device(lane: str) -> Device:
 
 def issued_as(op: Operator) -> Kind:
     """The kind of the instructions that execute an operator."""
-    if op.type == "AllReduce":
+    if op.kind == "reduce":
         return "collective"
-    return "copy" if op.type == "Copy" else "run"
+    return "copy" if op.kind == "copy" else "run"
 
 
 def parts_of(op: Operator) -> int:

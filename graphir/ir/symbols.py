@@ -11,7 +11,7 @@ from ..errors import GraphirError
 from .dtype import TORCH_NAME
 from .operator import Symbol
 
-__all__ = ["DTYPES", "to_symbol", "to_torch"]
+__all__ = ["DTYPES", "has_symbol", "to_symbol", "to_torch"]
 
 DTYPES: Final[Mapping[torch.dtype, str]] = {getattr(torch, name): short for short, name in TORCH_NAME.items()}
 """The short name of each element type that blobs have."""
@@ -26,6 +26,11 @@ _TO_SYMBOL: Final[dict[Any, Symbol]] = {value: Symbol(name) for name, value in _
 def to_torch(symbol: str) -> Any:
     """The torch constant that a symbol names."""
     return _TO_TORCH[symbol]
+
+
+def has_symbol(constant: torch.dtype) -> bool:
+    """Whether graphir has a name for an element type."""
+    return constant in _TO_SYMBOL
 
 
 def to_symbol(constant: torch.dtype | torch.layout | torch.memory_format) -> Symbol:

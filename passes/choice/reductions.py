@@ -38,7 +38,7 @@ class _Reduction(NamedTuple):
 
 def collective(step: Step) -> Flags:
     """By operator, whether each device reads its own operand, and gets its own result."""
-    return np.array([op.type == "AllReduce" for op in step.net.ops], np.bool_)
+    return np.array([op.kind == "reduce" for op in step.net.ops], np.bool_)
 
 
 def lives(step: Step) -> tuple[Numbers, Numbers]:

@@ -260,7 +260,7 @@ class Statements:
         overwritten = dict(op.effects.writes)
         inputs = [self.read(name, version) for name, version in op.reads]
         makes = list(op.makes)
-        if op.type == "Copy" and makes[0][0] in self.setting.state:
+        if op.kind == "copy" and makes[0][0] in self.setting.state:
             return [self.store(*makes[0], inputs[0])]
         statements = self.seed(op) if op.seed is not None else []
         returned = [i for group in call.returned for i in (group if isinstance(group, list) else [group])]
@@ -364,9 +364,9 @@ class Statements:
         given += [f"{name}={self.argument(op, argument, inputs)}" for name, argument in call.keyword]
         function: Callable[..., object]
         key: object
-        if op.type == "Copy" and (buffer := self.buffer_of(op.outputs[0])) is not None:
+        if op.kind == "copy" and (buffer := self.buffer_of(op.outputs[0])) is not None:
             function, key = buffer.receive, ("receive", id(buffer))
-        elif op.type == "Copy":
+        elif op.kind == "copy":
             function, key = copy, "Copy"
             given.append(self.bound_device(op.device))
         else:

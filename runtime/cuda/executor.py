@@ -272,7 +272,7 @@ class Cuda:
         plan, blobs = self.setting.plan, self.setting.plan.step.blobs
         numbers: dict[str, int] = {}
         for op in plan.step.ops:
-            if op.type == "Copy" and not self.setting.state.keys() & set(op.outputs):
+            if op.kind == "copy" and not self.setting.state.keys() & set(op.outputs):
                 (source,), (made,) = op.inputs, op.outputs
                 if is_taken_anew(op, self.places[op.device]):
                     continue
@@ -288,7 +288,7 @@ class Cuda:
 
 def _check_distinct(setting: Setting, places: Mapping[Device, torch.device]) -> None:
     for op in setting.plan.step.ops:
-        if op.type != "AllReduce":
+        if op.kind != "reduce":
             continue
         if len(op.outputs) < len(op.inputs):
             raise SessionError(

@@ -147,7 +147,7 @@ class _Poisoning(Interpretation):
     def call(self, op: Operator) -> None:
         """Execute an operator; a copy into its receive buffer, if it has one."""
         super().call(op)
-        if op.type == "Copy" and op.outputs[0] in self.setting.plan.buffers:
+        if op.kind == "copy" and op.outputs[0] in self.setting.plan.buffers:
             (made,) = op.makes
             value = self.values[made]
             assert isinstance(value, Tensor)

@@ -251,7 +251,7 @@ def call_of(subject: Subject, sets: Sequence[Sequence[Tensor]], place: torch.dev
         lists = list(map(list, zip(*[each.tensors for each in updates], strict=True)))
         numbers = {name: float(number) for name, number in updates[0].numbers.items() if number is not None}
         return lambda: update(lists[0], lists[1], *lists[2:], _RATE, **numbers)
-    function = copy if op.type == "Copy" else fastest(op.type)
+    function = copy if op.kind == "copy" else fastest(op.type)
 
     def run() -> Any:
         return flatten(call, function(*positional, **keyword))

@@ -81,7 +81,7 @@ def _operators(plan: Plan) -> None:
                     + f"; {net.dialect.translation or 'graphir.register_operator registers others'}",
                 ) from e
             wrong = _update(op) if op.type in UPDATES else None
-            if op.type == "AllReduce":
+            if op.kind == "reduce":
                 try:
                     reduction(op, plan.program.dims)
                 except GraphirError as e:

@@ -13,13 +13,13 @@ from typing import Final, NamedTuple, TypeAlias
 import torch
 
 from ...errors import GraphirError
-from ...ir.blob import ROLE_OF_PHASE, Blob, Role
+from ...ir.blob import ROLE_OF_PHASE, Blob, Role, contiguous_strides
 from ...ir.device import Device
+from ...ir.geometry import Geometry, contiguous, same_layout
+from ...ir.infer import Inferred, infer
 from ...ir.net import Net
 from ...ir.operator import Arg, Operator, Symbol, flattened, stored_versions
 from ...ir.opset import effects_of, signature, without_defaults
-from ...ir.symbols import to_symbol
-from ...ir.verify.infer import Geometry, Inferred, infer, same_layout
 
 __all__ = ["ABSENT", "FLOATING", "Absent", "Builder", "Known", "Operand", "Static", "Temporary", "Value"]
 
@@ -46,7 +46,7 @@ class Value(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        return self.geometry.dtype
+        return self.geometry.symbol
 
 
 class Static(NamedTuple):
@@ -113,7 +113,7 @@ class Builder:
 
     def constant(self, name: str, tensor: torch.Tensor, device: Device) -> Value:
         """An external blob that always holds *tensor*."""
-        geometry = Geometry(tuple(tensor.shape), str(to_symbol(tensor.dtype)))
+        geometry = contiguous(tuple(tensor.shape), tensor.dtype)
         name = self.fresh(name)
         self.constants[name] = tensor
         return self.declare(name, geometry, device, "constant")
@@ -130,8 +130,8 @@ class Builder:
         return f"{base}_{n}"
 
     def _new(self, name: str, geometry: Geometry, device: Device, role: Role, storage: str = "") -> Value:
-        shape, dtype, strides, offset = geometry
-        self.blobs[name] = Blob(name, shape, dtype, device, role, storage or name, strides, offset)
+        strides, offset = geometry.declared_strides, geometry.offset
+        self.blobs[name] = Blob(name, geometry.shape, geometry.symbol, device, role, storage or name, strides, offset)
         self.versions[name] = 0
         return Value(name, 0, geometry)
 
@@ -141,7 +141,7 @@ class Builder:
         if name not in self.blobs:
             return self._new(name, geometry, device, role)
         blob = self.blobs[name]
-        if (blob.shape, blob.dtype) == (geometry.shape, geometry.dtype):
+        if (blob.shape, blob.dtype) == (geometry.shape, geometry.symbol):
             return self._next(name, geometry)
         return self._new(self.fresh(name), geometry, device, role)
 
@@ -249,7 +249,7 @@ class Builder:
             if geometry is None:
                 raise GraphirError(f"the shape of what {op.type} returns is not known")
             target = targets[position] if position < len(targets) else None
-            dense = inferred.loose or same_layout(geometry, geometry._replace(strides=None))
+            dense = inferred.loose or same_layout(geometry, contiguous(geometry.shape, geometry.dtype))
             if isinstance(target, str) and not dense:
                 scattered[position] = target
                 target = None
@@ -262,7 +262,7 @@ class Builder:
     ) -> Value:
         """The value for one tensor that an operator returns: what *target* says, or a view of the value *viewed*."""
         if isinstance(target, str):
-            return self._made(target, geometry._replace(strides=None), _role(like))
+            return self._made(target, geometry._replace(strides=contiguous_strides(geometry.shape)), _role(like))
         if viewed is not None:
             return self._view(op, geometry, viewed)
         base, device = target or Temporary(f"{op_name(like)}_{short_name(op.type)}", op.device)

@@ -38,9 +38,9 @@ def execute(op: Operator, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _returned(op: Operator, inputs: Sequence[torch.Tensor]) -> Any:
-    if op.type == "Copy":
+    if op.kind == "copy":
         return inputs[0].clone()
-    if op.type == "AllReduce":
+    if op.kind == "reduce":
         total = sum(inputs[1:], inputs[0])
         return [total.clone() for _ in inputs]
 

@@ -10,14 +10,12 @@ from torch.utils import _pytree
 
 from ...errors import GraphirError, counted, nearest
 from ...ir.blob import STATE_ROLES, Blob
+from ...ir.geometry import Geometry, contiguous, geometry
 from ...ir.net import Net
 from ...ir.operator import Operator
 from ...ir.program import Interface, Program, Slot
-from ...ir.size import bind_shape
-from ...ir.symbols import to_symbol
 from ...ir.text import operator_text
 from ...ir.verify import require
-from ...ir.verify.infer import Geometry
 from .builder import ABSENT, Absent, Builder, Known, Static, Value
 from .counters import with_explicit_counters
 from .evaluate import evaluate
@@ -155,14 +153,8 @@ def _default_outputs(step: Net) -> tuple[str, ...]:
 # -- what there is before the first operator
 
 
-def _geometry(blob: Blob) -> Geometry | None:
-    if blob.shape is None or blob.dtype is None:
-        return None
-    return Geometry(bind_shape(blob.shape, {}), blob.dtype)
-
-
 def _geometry_of(tensor: torch.Tensor) -> Geometry:
-    return Geometry(tuple(tensor.shape), str(to_symbol(tensor.dtype)))
+    return contiguous(tuple(tensor.shape), tensor.dtype)
 
 
 def _mutexes(net: Net) -> set[str]:
@@ -233,7 +225,7 @@ def _declare(
             continue
         if name not in used or name in fresh:
             continue
-        found = _geometry_of(given[name]) if name in given else _filled(before) or _geometry(blob)
+        found = _geometry_of(given[name]) if name in given else _filled(before) or geometry(blob, {})
         if found is None:
             unknown.append(name)
             continue
@@ -259,7 +251,7 @@ def _filled(known: Known | None) -> Geometry | None:
 
 
 def _check_declared(blob: Blob, found: Geometry) -> None:
-    declared = _geometry(blob)
+    declared = geometry(blob, {})
     if declared is not None and declared != found:
         raise GraphirError(
             f"blob {blob.name!r} is declared {declared}, but its value is {found}",

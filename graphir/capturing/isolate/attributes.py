@@ -20,7 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...errors import CaptureError, nearest
-from ...ir.tensor import geometry_of
+from ...ir.geometry import geometry_of
 from ..words.libraries import Outside
 from ..words.places import Broken, where
 

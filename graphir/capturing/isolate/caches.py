@@ -20,14 +20,14 @@ import torch
 from ...errors import CaptureError
 from .recorded import is_recorded
 
-__all__ = ["Caches", "Made"]
+__all__ = ["Caches", "Seen"]
 
 _CACHE: Final = type(functools.cache(int))
 _DEPTH: Final = 3
 """Of containers: a cache's own table, and a tuple of dicts that a function returns."""
 
 
-class Made(NamedTuple):
+class Seen(NamedTuple):
     """A tensor that a step has seen.
 
     Attributes:
@@ -83,7 +83,7 @@ class Caches:
         self._held: frozenset[int] | None = None
         self._read: dict[int, torch.Tensor] = {}
         self._aside: list[_Entry] = []
-        self._made: list[Made] = []
+        self._made: list[Seen] = []
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor that the step reads from elsewhere is in one of them."""
@@ -108,7 +108,7 @@ class Caches:
         return bool(read)
 
     @contextlib.contextmanager
-    def watch(self, seen: Callable[[], Iterable[Made]]) -> Iterator[None]:
+    def watch(self, seen: Callable[[], Iterable[Seen]]) -> Iterator[None]:
         """Note the tensors that a step has *seen* by its end. If the step fails, its error keeps them alive."""
         try:
             yield
@@ -147,7 +147,7 @@ class Caches:
                 )
         self._made.clear()
 
-    def _remaining(self) -> list[Made]:
+    def _remaining(self) -> list[Seen]:
         return [made for made in self._made if made.tensor() is not None]
 
     def _take_out(self) -> None:

@@ -7,7 +7,7 @@ from typing import Final
 
 from ...errors import CaptureError
 from ...ir.blob import overlaps
-from ...ir.tensor import Geometry
+from ...ir.geometry import Geometry
 from .values import Alias
 
 __all__ = ["have_common_bytes", "refuse_overlapping_operands"]

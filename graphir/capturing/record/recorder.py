@@ -18,8 +18,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 
 from ...errors import CaptureError, GraphirError
+from ...ir.geometry import geometry_of
 from ...ir.opset import CHECKS, is_composite
-from ...ir.tensor import PLAIN, geometry_of
+from ...ir.tensor import PLAIN
 from ..isolate.autocast import Target
 from ..isolate.caches import Caches
 from ..isolate.devices import on_host

@@ -1,68 +1,28 @@
-"""What operators return on fake tensors, remembered: a repeated layer's results are made without asking PyTorch again.
-
-A fake tensor costs PyTorch a good hundred microseconds an operator, most of it for finding out the result's shape. That
-depends on the operator and the geometry of what it reads alone, so it is found out once, for this capture and the next.
-"""
+"""What operators return on fake tensors: a repeated layer's results are made of the answer that :mod:`graphir.ir.infer`
+keeps, without asking PyTorch again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...errors import CaptureError
-from ...ir.blob import reach
+from ...ir.geometry import Geometry
+from ...ir.infer import Made, Result, Returned, args_key, described, keep, kept
 from ...ir.meta import fresh_fake_mode, rule_of
-from ...ir.tensor import Geometry
 from ..isolate.cuda_casts import opens_cells
 from ..words.places import where
 from .element_types import check_element_types
 from .forms import Bound, Form
 
-__all__ = ["Results", "forget", "in_sequence"]
+__all__ = ["Results", "in_sequence"]
 
 _CPU: Final = torch.device("cpu")
 _META: Final = torch.device("meta")
-_MOST: Final = 100_000
-"""Entries kept; a step of thousands of different operators has tens of thousands."""
-
-
-class _Fresh(NamedTuple):
-    """A tensor with memory of its own."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class _View(NamedTuple):
-    """A tensor that looks at the memory of operand *source*."""
-
-    source: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-
-
-class _Same(NamedTuple):
-    """Operand *source* itself."""
-
-    source: int
-
-
-_Result: TypeAlias = "_Fresh | _View | _Same | None"
-_Known: TypeAlias = "_Result | tuple[type, tuple[_Result, ...]]"
-
-_known: Final[dict[tuple[object, ...], _Known]] = {}
-_UNKNOWN: Final = object()
-
-
-def forget() -> None:
-    """Start anew with nothing remembered."""
-    _known.clear()
 
 
 def in_sequence(returned: Any) -> Sequence[Any]:
@@ -117,47 +77,44 @@ class Results:
             )
         if not form.repeats:
             return self._call(form, bound, args, kwargs)
-        # The text of the arguments tells 1, 1.0 and True apart, and 0.0 and -0.0.
         setting = torch.get_default_dtype(), *self._surroundings
-        key = (form.func, bound.operands, repr(bound.args), setting, *geometries)
-        known: Any = _known.get(key, _UNKNOWN)
-        if known is _UNKNOWN:
+        key = (form.func, bound.operands, args_key(bound.args, {}), setting, *geometries)
+        known: Returned | None = kept(key)
+        if known is None:
             out = self._call(form, bound, args, kwargs)
-            described = _describe(out, bound.tensors)
-            if described is not _UNKNOWN:
-                if len(_known) >= _MOST:
-                    forget()
-                _known[key] = described
+            known = described(out, bound.tensors)
+            if known is not None:
+                keep(key, known)
             return out
-        if type(known) is tuple:
-            kind, results = known
-            return kind([self._make(result, bound.tensors) for result in results])
-        return self._make(known, bound.tensors)
+        made = [self._made(result, bound.tensors) for result in known.results]
+        return made[0] if known.kind is None else known.kind(made)
 
     def _call(self, form: Form, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         check_element_types(form, bound, self._here)
         return rule_of(form.type)(*args, **kwargs)
 
-    def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def empty(self, geometry: Geometry) -> torch.Tensor:
         """A fake tensor with memory of its own."""
-        return self._make(_Fresh(shape, strides, dtype), ())  # type: ignore[return-value]
+        return self._fake(Made(geometry, None), ())
 
-    def _make(self, result: _Result, operands: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        if result is None:
-            return None
-        if type(result) is _Same:
-            return operands[result.source]
+    def _made(self, result: Result, operands: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        if isinstance(result, Made):
+            return self._fake(result, operands)
+        return None if result is None else operands[result]
+
+    def _fake(self, made: Made, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+        shape, strides, offset, dtype, *_ = made.geometry
         with torch._C._DisableTorchDispatch():
-            if type(result) is _View:
-                elem = torch.as_strided(operands[result.source], result.shape, result.strides, result.offset)
+            if made.source is not None:
+                elem = torch.as_strided(operands[made.source], shape, strides, offset)
             else:
-                elem = torch.empty_strided(result.shape, result.strides, dtype=result.dtype, device=_META)  # type: ignore[union-attr]
-            made = torch.Tensor._make_subclass(
+                elem = torch.empty_strided(shape, strides, dtype=dtype, device=_META)
+            fake = torch.Tensor._make_subclass(
                 FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=_CPU
             )
-        torch._C._set_throw_on_mutable_data_ptr(made)
-        vars(made).update(self._attributes)
-        return made
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        vars(fake).update(self._attributes)
+        return fake
 
 
 @cache
@@ -165,39 +122,3 @@ def _attributes_of_a_fake() -> dict[str, Any]:
     """What torch writes onto a new fake tensor, but for its mode."""
     sample = FakeTensor(fresh_fake_mode(), torch.empty(0, device=_META), _CPU)
     return {name: value for name, value in vars(sample).items() if name != "fake_mode"}
-
-
-def _describe(out: Any, operands: Sequence[torch.Tensor]) -> Any:
-    """What is to be remembered of *out*; ``_UNKNOWN`` where that would not tell all of it."""
-    owners = {t.untyped_storage()._cdata: i for i, t in reversed(list(enumerate(operands)))}
-    fresh: set[int] = set()
-    results: list[_Result] = []
-    for leaf in in_sequence(out):
-        result = _describe_leaf(leaf, operands, owners, fresh)
-        if result is _UNKNOWN:
-            return _UNKNOWN
-        results.append(result)
-    return (type(out), tuple(results)) if isinstance(out, (tuple, list)) else results[0]
-
-
-def _describe_leaf(leaf: Any, operands: Sequence[torch.Tensor], owners: Mapping[int, int], fresh: set[int]) -> Any:
-    if leaf is None:
-        return None
-    source = next((i for i, t in enumerate(operands) if t is leaf), None)
-    if source is not None:
-        return _Same(source)
-    if type(leaf) is not FakeTensor or leaf.layout != torch.strided or leaf.is_conj() or leaf.is_neg():
-        return _UNKNOWN
-    storage = leaf.untyped_storage()
-    shape, strides, offset = tuple(leaf.shape), leaf.stride(), int(leaf.storage_offset())
-    source = owners.get(storage._cdata)
-    if source is not None:
-        operand = operands[source]
-        if leaf.dtype != operand.dtype or operand.is_conj() or operand.is_neg():
-            return _UNKNOWN
-        return _View(source, shape, strides, offset)
-    nbytes = reach(shape, strides) * leaf.itemsize
-    if storage._cdata in fresh or offset or storage.nbytes() != nbytes or leaf.constant is not None:
-        return _UNKNOWN
-    fresh.add(storage._cdata)
-    return _Fresh(shape, strides, leaf.dtype)

@@ -14,10 +14,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...errors import CaptureError
+from ...ir.geometry import Geometry, geometry_of
 from ...ir.operator import Arg, Phase
 from ...ir.symbols import to_symbol
-from ...ir.tensor import geometry_of
-from ..isolate.caches import Made
+from ..isolate.caches import Seen
 from ..words.places import DENSE, USE_REENTRANT, where
 from .belonging import Belonging
 from .edges import differentiable
@@ -68,7 +68,7 @@ class Tape:
 
     def fake(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A fake tensor with memory of its own."""
-        return self._results.empty(tuple(shape), tuple(strides), dtype)
+        return self._results.empty(Geometry(tuple(shape), tuple(strides), 0, dtype))
 
     def external(self, tensor: torch.Tensor, name: str, kind: str, shared: str = "") -> Value:
         """Make a fake tensor known as a parameter, buffer, constant or input; for *shared* see :class:`.Store`."""
@@ -158,12 +158,12 @@ class Tape:
 
     # What tensors show.
 
-    def seen(self) -> Iterator[Made]:
+    def seen(self) -> Iterator[Seen]:
         """The tensors seen so far, in the order in which they were seen."""
         for alias in self._memory:
             value, call = alias.value, alias.value.call
             made = ("", "") if call is None else (call.type, call.line)
-            yield Made(alias.tensor, *made, value.known)
+            yield Seen(alias.tensor, *made, value.known)
 
     def read(self, tensor: torch.Tensor) -> Value:
         """The value that a tensor shows now."""

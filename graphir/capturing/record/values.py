@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ...ir.geometry import geometry_of
 from ...ir.operator import Arg, Phase
-from ...ir.tensor import geometry_of
 
 __all__ = ["Alias", "Call", "Replay", "Store", "Value"]
 

@@ -1,4 +1,4 @@
-"""Types of lookups in a block of a table's rows: their schemas, fakes and scratch.
+"""Types of lookups in a block of a table's rows: their schemas and fakes.
 
 ``block_indices`` makes indices of a table those of a block of its rows: -1 where an index is not one of the block's, or
 is the padding's. The lookups in a block read its own rows, and take those of others for zeros, so that the sum over all
@@ -9,16 +9,13 @@ which ``bag_sizes`` counts without the padding. A sparse gradient has an empty s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from ..dtype import ITEMSIZE
 from ..symbols import to_symbol
 from .record import OperatorType
-from .sized import SizedOperator
 
 __all__ = ["BLOCKS"]
 
@@ -118,77 +115,6 @@ def _check(
     torch._check(fits, lambda: f"these are no bags of lookups: {given}")
 
 
-# Scratch: what a call takes at most, which is where all lookups are the block's own
-
-
-def _of_indices(call: SizedOperator) -> int:
-    """Two masks, and a number."""
-    return 2 * prod(call.operand(0).shape) + _NUMBER
-
-
-def _of_sizes(call: SizedOperator) -> int:
-    """The ends of the bags; with padding a mask and two counts."""
-    indices, offsets = call.operand(0), call.operand(1)
-    each = ITEMSIZE[offsets.dtype]
-    if call.args.get("padding_idx", -1) < 0:
-        return offsets.nbytes + each
-    return prod(indices.shape) * (1 + 2 * each) + each
-
-
-def _of_rows(call: SizedOperator) -> int:
-    """Rows, their positions, and their indices."""
-    indices, result = call.operand(1), call.result()
-    return result.nbytes + prod(indices.shape) * (_NUMBER + ITEMSIZE[indices.dtype])
-
-
-_NUMBER: Final = 8
-"""Bytes of a position, of which torch has 64 bits."""
-
-_TELLING: Final = 41
-"""Bytes of each lookup while a block's own are told from others: three positions, and masks."""
-
-_SORTED: Final = 24
-"""Bytes of each lookup that torch sorts for the dense gradient: its index, position and bag."""
-
-
-def _own(call: SizedOperator, first: int) -> int:
-    """The block's own lookups: position, index and bag of each, and their offsets."""
-    indices, offsets = call.operand(first), call.operand(first + 1)
-    return prod(indices.shape) * (_NUMBER + 2 * ITEMSIZE[indices.dtype]) + offsets.nbytes
-
-
-def _given(call: SizedOperator) -> tuple[int, int]:
-    """The bytes of an operand, or of a result, divided by the sizes of bags; and those of the weights of lookups."""
-    pattern = call.op.operands or "t" * len(call.op.inputs)
-    sizes, weights = pattern[3:4] == "t", pattern[4:5] == "t"
-    averaged = call.result() if call.op.type == "graphir.block_embedding_bag" else call.operand(0)
-    return averaged.nbytes * sizes, call.operand(-1).nbytes * weights
-
-
-def _of_bags(call: SizedOperator) -> int:
-    """Torch has the sizes of bags beside the own lookups, and the offsets twice."""
-    averaged, weights = _given(call)
-    indices, offsets = call.operand(1), call.operand(2)
-    telling = _TELLING * prod(indices.shape) + offsets.nbytes + _NUMBER - call.result().nbytes
-    return max(telling, _own(call, 1) + 2 * offsets.nbytes + weights + averaged)
-
-
-def _of_bags_backward(call: SizedOperator) -> int:
-    averaged, weights = _given(call)
-    return _own(call, 1) + _SORTED * prod(call.operand(1).shape) + averaged + 2 * weights
-
-
-def _of_sparse_backward(call: SizedOperator) -> int:
-    averaged, weights = _given(call)
-    return _own(call, 1) + call.result(1).nbytes + averaged + weights
-
-
-def _of_weights_backward(call: SizedOperator) -> int:
-    """Rows of the gradient and of the weight for each lookup, and their products' sums."""
-    lookups, width = prod(call.operand(2).shape), call.operand(0).shape[1]
-    return _own(call, 2) + lookups * ITEMSIZE[call.operand(0).dtype] * (2 * width + 1)
-
-
 def _record(type: str, schema: str, fake: Any, **known: Any) -> OperatorType:
     return OperatorType(f"graphir.{type}", f"{type}{schema}", fake, **known)
 
@@ -199,14 +125,12 @@ _RECORDS: Final = (
         "(Tensor indices, *, SymInt first, SymInt rows, SymInt num_weights, int padding_idx=-1) -> Tensor",
         _block_indices,
         only_elements=True,
-        scratch=_of_indices,
     ),
     _record(
         "bag_sizes",
         "(Tensor indices, Tensor offsets, *, bool include_last_offset=False, int padding_idx=-1) -> Tensor",
         _bag_sizes,
         only_elements=True,
-        scratch=_of_sizes,
     ),
     _record(
         "block_embedding",
@@ -214,7 +138,6 @@ _RECORDS: Final = (
         _block_embedding,
         only_elements=True,
         reads_rows=True,
-        scratch=_of_rows,
     ),
     # The kernels of bags are torch's, which reach beyond the elements of their operands.
     _record(
@@ -222,28 +145,24 @@ _RECORDS: Final = (
         f"(Tensor weight, {_BAGS}bool include_last_offset=False) -> Tensor",
         _block_embedding_bag,
         reads_rows=True,
-        scratch=_of_bags,
     ),
     _record(
         "block_embedding_bag_backward",
         f"(Tensor grad, {_BAGS}SymInt num_weights, bool include_last_offset=False) -> Tensor",
         _block_embedding_bag_backward,
         nondeterministic="adds in no fixed order on CUDA",
-        scratch=_of_bags_backward,
     ),
     _record(
         "block_embedding_bag_sparse_backward",
         f"(Tensor grad, {_BAGS}bool include_last_offset=False) -> (Tensor, Tensor)",
         _block_embedding_bag_sparse_backward,
         only_elements=True,
-        scratch=_of_sparse_backward,
     ),
     _record(
         "block_embedding_bag_per_sample_weights_backward",
         "(Tensor grad, Tensor weight, Tensor indices, Tensor offsets, *, bool include_last_offset=False) -> Tensor",
         _block_embedding_bag_per_sample_weights_backward,
         only_elements=True,
-        scratch=_of_weights_backward,
     ),
 )
 

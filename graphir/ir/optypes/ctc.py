@@ -1,4 +1,4 @@
-"""Types of connectionist temporal classification: their schemas, fakes, operations and scratch.
+"""Types of connectionist temporal classification: their schemas and fakes.
 
 Torch's kernel keeps a table for the backward that is as wide as the longest target, which data decide. ``ctc_loss``
 returns the losses alone, and ``ctc_loss_backward`` fills the table again: the shapes follow from the operands' shapes.
@@ -6,17 +6,14 @@ returns the losses alone, and ``ctc_loss_backward`` fills the table again: the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from math import prod
+from collections.abc import Mapping
 from typing import Any, Final
 
 from torch import Tensor
 
-from ..dtype import ITEMSIZE
 from ..symbols import to_symbol
 from .fakes import Refused
 from .record import OperatorType
-from .sized import SizedOperator
 
 __all__ = ["CTC"]
 
@@ -64,38 +61,12 @@ def _shown(tensor: Tensor) -> str:
     return f"{to_symbol(tensor.dtype)}[{','.join(map(str, tensor.shape))}]"
 
 
-def _cells(call: SizedOperator, first: int) -> int:
-    """At most how many numbers the table has: a row for each frame, with the blanks between the longest labels."""
-    frames, batch, _ = call.operand(first).shape
-    return batch * frames * (2 * call.operand(first + 1).shape[-1] + 1)
-
-
-def _flops(first: int, tables: int) -> Callable[[SizedOperator], int]:
-    """Each number of a table is the logarithm of a sum of three exponentials, and a product."""
-    return lambda call: 8 * tables * _cells(call, first)
-
-
-def _scratch(first: int, tables: int) -> Callable[[SizedOperator], int]:
-    """So many tables; a backward also has the losses. Before, labels are looked at: their positions and a mask."""
-
-    def nbytes(call: SizedOperator) -> int:
-        probabilities, targets = call.operand(first), call.operand(first + 1)
-        itemsize = ITEMSIZE[probabilities.dtype]
-        losses = probabilities.shape[1] * itemsize if tables > 1 else 0
-        labels = 8 * targets.shape[-1] + 9 * prod(targets.shape)
-        return max(tables * _cells(call, first) * itemsize + losses, labels)
-
-    return nbytes
-
-
 _RECORDS: Final = (
     OperatorType(
         "graphir.ctc_loss",
         f"ctc_loss({_OPERANDS}, {_OPTIONS}) -> Tensor",
         _ctc_loss,
         only_elements=True,
-        flops=_flops(0, 1),
-        scratch=_scratch(0, 1),
     ),
     OperatorType(
         "graphir.ctc_loss_backward",
@@ -103,8 +74,6 @@ _RECORDS: Final = (
         _ctc_loss_backward,
         only_elements=True,
         nondeterministic="adds in no fixed order on CUDA",
-        flops=_flops(1, 3),
-        scratch=_scratch(1, 2),
     ),
 )
 

@@ -7,10 +7,9 @@ from typing import Any, Final
 
 import torch
 
-from . import fakes, flops, scratch
+from . import fakes
 from .blocks import BLOCKS
 from .ctc import CTC
-from .launches import LAUNCHES
 from .record import OperatorType
 
 __all__ = ["OWN"]
@@ -24,21 +23,12 @@ _ADAM: Final = (
 
 
 def _record(type: str, schema: str, fake: Callable[..., Any], **known: Any) -> OperatorType:
-    launches = LAUNCHES.get(type)
-    return OperatorType(type, schema, fake, **{"only_elements": True, "launches": launches, **known})
+    return OperatorType(type, schema, fake, **{"only_elements": True, **known})
 
 
-def _optimizer(
-    type: str,
-    schema: str,
-    beside: int | None = None,
-    coupled: bool = True,
-    listed: Callable[[int], int] = int,
-) -> OperatorType:
-    """A type that updates one parameter, and its state; how much it holds *beside*, see :func:`.scratch.update`."""
-    names = _tensors(schema)
-    inside = None if beside is None else scratch.update(beside, names.index("weight_decay_now"), coupled, listed)
-    return _record(type, schema, fakes.updated(type, names), scratch=inside, joined=True)
+def _optimizer(type: str, schema: str) -> OperatorType:
+    """A type that updates one parameter, and its state."""
+    return _record(type, schema, fakes.updated(type, _tensors(schema)), joined=True)
 
 
 def _slot_by_slot(type: str, schema: str) -> OperatorType:
@@ -53,18 +43,16 @@ def _tensors(schema: str) -> list[str]:
 
 
 _RECORDS: Final = (
-    _record("Copy", "Copy(Tensor source) -> Tensor", fakes.copy, scratch=scratch.nothing),
+    _record("Copy", "Copy(Tensor source) -> Tensor", fakes.copy),
     _record(
         "AllReduce",
         "AllReduce(Tensor[] inputs, *, str reduction='sum', SymInt[] shares=[]) -> Tensor[]",
         fakes.all_reduce,
-        scratch=scratch.all_reduce,
     ),
     _record(
         "graphir.scale",
         "scale(Tensor rows, *, SymInt numerator, SymInt denominator) -> Tensor",
         fakes.scale,
-        scratch=scratch.nothing,
     ),
     _record("graphir.load", "load(*, str key, int? dim=None, int first=0) -> Tensor", fakes.load),
     _optimizer(
@@ -72,7 +60,6 @@ _RECORDS: Final = (
         "sgd(Tensor(a!) param, Tensor grad, Tensor(b!)? momentum_buffer, Tensor lr, Tensor? found_inf=None, "
         "Tensor? momentum_now=None, Tensor? weight_decay_now=None, *, str form='for_loop', float momentum=0., "
         "float weight_decay=0., bool nesterov=False, bool maximize=False) -> ()",
-        beside=0,
     ),
     _optimizer(
         "graphir.dampened_sgd",
@@ -80,17 +67,14 @@ _RECORDS: Final = (
         "Tensor lr, Tensor? found_inf=None, Tensor? momentum_now=None, Tensor? weight_decay_now=None, *, "
         "str form='for_loop', float momentum=0., float dampening=0., float weight_decay=0., bool nesterov=False, "
         "bool maximize=False) -> ()",
-        beside=0,
     ),
-    _optimizer("graphir.adam", "adam" + _ADAM, beside=2, listed=lambda gradients: 1),
-    _optimizer("graphir.adamw", "adamw" + _ADAM, beside=2, coupled=False, listed=lambda gradients: 1),
+    _optimizer("graphir.adam", "adam" + _ADAM),
+    _optimizer("graphir.adamw", "adamw" + _ADAM),
     _optimizer(
         "graphir.adagrad",
         "adagrad(Tensor(a!) param, Tensor grad, Tensor(b!) sum, Tensor(c!) step, Tensor lr, Tensor? found_inf=None, "
         "Tensor? weight_decay_now=None, *, str form='for_loop', float lr_decay=0., float weight_decay=0., "
         "float eps=1e-10, bool maximize=False) -> ()",
-        beside=1,
-        listed=lambda gradients: 2,
     ),
     _optimizer(
         "graphir.rmsprop",
@@ -98,8 +82,6 @@ _RECORDS: Final = (
         "Tensor(d!)? grad_avg, Tensor(e!) step, Tensor lr, Tensor? found_inf=None, Tensor? momentum_now=None, "
         "Tensor? weight_decay_now=None, *, str form='for_loop', float alpha=0.99, float eps=1e-08, "
         "float weight_decay=0., float momentum=0., bool maximize=False) -> ()",
-        beside=1,
-        listed=lambda gradients: gradients + 1,
     ),
     _optimizer(
         "graphir.row_wise_adagrad",
@@ -112,8 +94,6 @@ _RECORDS: Final = (
         "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, *, bool is_causal=False, "
         "float? scale=None) -> (Tensor out, Tensor logsumexp)",
         fakes.attention,
-        flops=flops.attention(2, 0),
-        scratch=scratch.attention,
         only_elements=False,
     ),
     _record(
@@ -122,8 +102,6 @@ _RECORDS: Final = (
         "Tensor? attn_mask=None, *, bool is_causal=False, float? scale=None) "
         "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
         fakes.attention_backward,
-        flops=flops.attention(5, 1),
-        scratch=scratch.attention_backward,
         only_elements=False,
         nondeterministic="adds in no fixed order on CUDA",
     ),
@@ -141,13 +119,11 @@ _RECORDS: Final = (
         "Tensor(b!) running_var, Tensor batches, *, float eps) -> (Tensor out, Tensor save_mean, Tensor save_invstd)",
         fakes.cumulative_batch_norm,
         batch_norm=True,
-        scratch=scratch.cumulative_batch_norm,
     ),
     _record(
         "graphir.batch_norm_moments",
         "batch_norm_moments(Tensor input, *, int participant, int participants) -> Tensor",
         fakes.batch_norm_moments,
-        scratch=scratch.batch_norm_moments,
     ),
     _record(
         "graphir.synchronised_batch_norm",
@@ -156,7 +132,6 @@ _RECORDS: Final = (
         "-> (Tensor out, Tensor save_mean, Tensor save_invstd)",
         fakes.synchronised_batch_norm,
         batch_norm=True,
-        scratch=scratch.synchronised_batch_norm,
     ),
     _record(
         "graphir.synchronised_batch_norm_backward",
@@ -164,7 +139,6 @@ _RECORDS: Final = (
         "Tensor save_mean, Tensor save_invstd, Tensor grad_weight, Tensor grad_bias, *, SymInt numerator=1, "
         "SymInt denominator=1) -> Tensor",
         fakes.synchronised_batch_norm_backward,
-        scratch=scratch.synchronised_batch_norm_backward,
     ),
     _record(
         "graphir.sparse_sum",

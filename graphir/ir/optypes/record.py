@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..operator import Arg
-from .launches import Launches
 from .sized import SizedOperator
 
 __all__ = ["OperatorType"]
@@ -42,14 +41,12 @@ class OperatorType(NamedTuple):
         kernel_by_size: which of several kernels computes it, and with that the strides of its results, follows from
             sizes, threads and the machine.
         shaped_in_pieces: the shapes of its results are no polynomials of sizes everywhere.
-        flops: the additions and multiplications of a call, if those are what it spends its time on.
         reads_rows: of its first operand it reads about as many bytes as it writes.
-        kept: by the positions of its results, the bytes that their memory has beyond their elements; None where it has
-            none.
-        scratch: the most bytes that a call holds at once beside operands and results, and has freed when it returns;
-            None for operands of which that is not known.
-        launches: how many kernels a call launches on a device; None: one.
         joined: generated code makes one call of operators of the type that follow each other.
+        flops: of a user's type (all others: :mod:`graphir.analysis.formulas`), the additions and multiplications of a
+            call, if those are what it spends its time on.
+        scratch: of a user's type, the most bytes that a call holds at once beside operands and results, and has freed
+            when it returns; None for operands of which that is not known.
     """
 
     type: str
@@ -73,9 +70,7 @@ class OperatorType(NamedTuple):
     kept_varies_in_evaluation: bool = False
     kernel_by_size: bool = False
     shaped_in_pieces: bool = False
-    flops: Callable[[SizedOperator], int] | None = None
     reads_rows: bool = False
-    kept: Callable[[SizedOperator], Mapping[int, int]] | None = None
-    scratch: Callable[[SizedOperator], int | None] | None = None
-    launches: Callable[[SizedOperator], Launches] | None = None
     joined: bool = False
+    flops: Callable[[SizedOperator], int] | None = None
+    scratch: Callable[[SizedOperator], int | None] | None = None

@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ..dtype import ITEMSIZE
 from ..operator import Arg
-from .flops import FLOPS
-from .launches import LAUNCHES
 from .record import OperatorType
-from .scratch import SCRATCH
-from .sized import SizedOperator
 
 __all__ = ["TORCH", "UNWRITTEN"]
 
@@ -33,23 +28,6 @@ def _first_operand(args: Mapping[str, Arg]) -> tuple[str, ...]:
 
 def _noise_in_training(args: Mapping[str, Arg]) -> tuple[str, ...]:
     return ("noise",) if args.get("training") else ()
-
-
-def _shrunk(call: SizedOperator) -> dict[int, int]:
-    """The bag of each lookup, and with ``include_last_offset`` the sizes of bags: torch makes them one element longer
-    and shrinks them."""
-    found = {}
-    returned = [position for position, given in enumerate(call.op.results or "tttt") if given == "t"]
-    for result, position in enumerate(returned):
-        shrinks = position == 1 or (position == 2 and bool(call.op.args.get("include_last_offset")))
-        if shrinks and (made := call.result(result)).nbytes:
-            found[result] = ITEMSIZE[made.dtype]
-    return found
-
-
-def _made_like_operand(call: SizedOperator) -> dict[int, int]:
-    """Torch makes a result like the operand, and then changes its size."""
-    return {0: max(call.operand(0).nbytes - call.result().nbytes, 0)}
 
 
 _NAMES_OF: Final[list[tuple[dict[str, Any], str]]] = [
@@ -93,8 +71,7 @@ _NAMES_OF: Final[list[tuple[dict[str, Any], str]]] = [
         cudnn_batch_norm.default miopen_batch_norm.default native_batch_norm.default
         """,
     ),
-    ({"kept": _made_like_operand}, "col2im.default"),
-    ({"kept_varies": True, "kept": _shrunk}, "_embedding_bag.default _embedding_bag_forward_only.default"),
+    ({"kept_varies": True}, "_embedding_bag.default _embedding_bag_forward_only.default"),
     ({"shapes_vary": True}, "_cudnn_rnn.default mkldnn_rnn_layer.default"),  # workspaces
     # Mkldnn, cudnn and the CPU keep channels last, meta does not; Fourier transforms come out as the library leaves
     # them, and meta takes the GPU's.
@@ -157,9 +134,6 @@ def _assembled() -> dict[str, OperatorType]:
     for name in _ELEMENTWISE.split():
         plain, variant = name.split(".")
         facts.setdefault(f"aten.{name}", {})["in_place"] = f"aten.{plain}_.{variant}"
-    for field, formulas in (("flops", FLOPS), ("scratch", SCRATCH), ("launches", LAUNCHES)):
-        for type, formula in formulas.items():
-            facts.setdefault(type, {})[field] = formula
     return {type: OperatorType(type, **known) for type, known in facts.items()}
 
 

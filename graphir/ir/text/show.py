@@ -254,6 +254,6 @@ def _instruction(
     printed.add(position)
     if op.outputs:
         makers[_label(op)] = position
-    if kind == "copy" and op.type == "Copy" and not op.args and op.operands is None and len(op.inputs) == 1:
+    if kind == "copy" and op.kind == "copy" and not op.args and op.operands is None and len(op.inputs) == 1:
         return f"copy {printer.operator(op, copy=True)}"
     return f"{word} {printer.operator(op)}"

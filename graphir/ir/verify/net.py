@@ -38,13 +38,15 @@ from typing import TypeAlias
 from ...errors import GraphirError, VerifyError, after_last
 from ..blob import Blob
 from ..device import Device
+from ..dtype import ITEMSIZE
+from ..geometry import Geometry, absurdity, geometry, same_layout
+from ..infer import Inferred, infer
 from ..net import Net
 from ..operator import ISSUES, PURE, RECEIVED, Operator, leaves
 from ..placement import is_host_scalar, required_devices, same_memory
 from ..plan import Plan, issued_as, program_of, sizes_of
 from ..program import Program
 from ..size import Dims, Polynomial, Size, size_dims
-from .infer import Geometry, Inferred, absurdity, geometry, infer, same_layout
 from .plan import plan_problems
 from .problems import RAW, Misplaced, Problem, raise_all
 from .program import program_problems
@@ -183,6 +185,9 @@ class _Walk:
             self.report(f"blob {blob.name!r} has role {blob.role} but its storage {base.name!r} has role {base.role}")
 
     def bound(self, blob: Blob) -> Geometry | None:
+        if blob.shape is not None and blob.dtype is not None and blob.dtype not in ITEMSIZE:
+            self.report(f"blob {blob.name!r} is of the unknown element type {blob.dtype!r}")
+            return None
         try:
             found = geometry(blob, self.dims)
             absurd = "" if found is None else absurdity(found)
@@ -244,7 +249,7 @@ class _Walk:
 
         if away and self.placed:
             self.place(op)
-        if op.type == "AllReduce" and inputs and blobs[inputs[0]].device != device:
+        if op.kind == "reduce" and inputs and blobs[inputs[0]].device != device:
             self.report(f"AllReduce is on {device} but its first participant is on {blobs[inputs[0]].device}", op)
         if op.issue or op.received:
             self.transfer(op)

@@ -12,8 +12,8 @@ from graphir.runtime import Session
 from torch import Tensor, nn
 
 from graphir.capturing.capture import capture
-from graphir.capturing.record.results import forget
 from graphir.errors import CaptureError
+from graphir.ir.infer import forget
 
 Body = Callable[[Tensor], Tensor]
 

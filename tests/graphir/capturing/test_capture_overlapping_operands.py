@@ -16,7 +16,7 @@ from graphir import passes
 from graphir.capturing.capture import capture
 from graphir.capturing.record.operands import have_common_bytes
 from graphir.errors import CaptureError
-from graphir.ir.tensor import geometry_of
+from graphir.ir.geometry import geometry_of
 
 
 class Written(nn.Module):

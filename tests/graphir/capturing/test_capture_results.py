@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import graphir
-from graphir.capturing.record.results import forget
 from graphir.errors import CaptureError
+from graphir.ir.infer import forget
 
 
 def _text(example: models.Example) -> str:

@@ -12,9 +12,9 @@ from graphir.runtime.kernels.ctc import CTC
 from single_calls import blob
 from torch import Tensor
 
+from graphir.analysis.formulas.scratch import SCRATCH
 from graphir.ir.device import gpu
 from graphir.ir.operator import Operator
-from graphir.ir.optypes.ctc import CTC as TYPES
 from graphir.ir.optypes.sized import SizedOperator
 
 LOSS, BACKWARD = "graphir.ctc_loss", "graphir.ctc_loss_backward"
@@ -64,9 +64,7 @@ def test_scratch_is_bounded_by_shapes(type: str, joined: bool) -> None:
     given = [*[torch.ones(3)] * (type == BACKWARD), *operands(joined)]
     names = tuple(f"x{k}" for k in range(len(given)))
     blobs = {name: blob(name, tensor) for name, tensor in zip(names, given, strict=True)}
-    formula = TYPES[type].scratch
-    assert formula is not None
-    bound = formula(SizedOperator(Operator(type, names, (), {}, gpu(0)), blobs, {}, 1))
+    bound = SCRATCH[type](SizedOperator(Operator(type, names, (), {}, gpu(0)), blobs, {}, 1))
     measured = measured_peak(lambda: CTC[type](*given)) - CTC[type](*given).nbytes
     assert bound is not None and measured <= bound
     if not joined:  # a sequence has as many labels as a row of targets

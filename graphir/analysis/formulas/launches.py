@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple, TypeAlias
 
-from .sized import SizedOperator
+from ...ir.optypes.sized import SizedOperator
 
 __all__ = ["LAUNCHES", "ONE", "Launches"]
 

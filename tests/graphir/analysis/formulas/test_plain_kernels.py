@@ -12,9 +12,9 @@ from single_calls import subject_of
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from graphir.analysis.formulas.plain_kernels import PLAIN
 from graphir.analysis.scratch import scratch
 from graphir.ir.opset import signature
-from graphir.ir.optypes.plain_kernels import PLAIN
 
 SHAPE: Final = (4, 8, 6, 10)
 EACH: Final = prod(SHAPE)

@@ -12,26 +12,17 @@ from collections.abc import Callable, Mapping
 from math import ceil, prod
 from typing import Final, TypeAlias
 
-from ..blob import contiguous_strides, same_strides
-from ..dtype import ITEMSIZE
-from ..operator import groups
-from ..size import bind
+from ...ir.blob import contiguous_strides, same_strides
+from ...ir.dtype import ITEMSIZE
+from ...ir.operator import groups
+from ...ir.optypes.sized import Operand, SizedOperator, copied
+from ...ir.size import bind
+from .blocks import BLOCKS
 from .convolutions import convolution, convolution_backward
+from .ctc import CTC_SCRATCH
 from .plain_kernels import PLAIN, nothing
-from .sized import Operand, SizedOperator, copied
 
-__all__ = [
-    "SCRATCH",
-    "all_reduce",
-    "attention",
-    "attention_backward",
-    "batch_norm_moments",
-    "cumulative_batch_norm",
-    "nothing",
-    "synchronised_batch_norm",
-    "synchronised_batch_norm_backward",
-    "update",
-]
+__all__ = ["SCRATCH"]
 
 
 _REAL: Final = ("f32", "f64")
@@ -42,7 +33,7 @@ def _batch_norm(call: SizedOperator) -> int | None:
     return _normalising(call, bool(call.args.get("training")))
 
 
-def cumulative_batch_norm(call: SizedOperator) -> int | None:
+def _cumulative_batch_norm(call: SizedOperator) -> int | None:
     """What torch's batch norm takes in training."""
     return _normalising(call, training=True)
 
@@ -106,14 +97,14 @@ def _split(query: Operand, key: Operand) -> tuple[int, int]:
     return min(rows, queries), min(512, keys)
 
 
-def attention(call: SizedOperator) -> int | None:
+def _attention(call: SizedOperator) -> int | None:
     """For each thread scores, their largest and their sum, and a part of the result."""
     query, key = call.operand(0), call.operand(1)
     rows, columns = _split(query, key)
     return _each(call, call.threads * rows * (columns + 2 + query.shape[3]))
 
 
-def attention_backward(call: SizedOperator) -> int | None:
+def _attention_backward(call: SizedOperator) -> int | None:
     """For each thread scores and their gradient; for each query a sum. The output's gradient is copied if it does not
     lie in the order batch, sequence, heads, size."""
     grad, query, key = call.operand(0), call.operand(1), call.operand(2)
@@ -252,13 +243,13 @@ def _affine_grid(call: SizedOperator) -> int:
     return int(batch) * prod(map(int, extents)) * (len(extents) + 1) * ITEMSIZE[call.operand(0).dtype]
 
 
-def all_reduce(call: SizedOperator) -> int:
+def _all_reduce(call: SizedOperator) -> int:
     """A share of the batch that differs from the others scales its gradient before it is added."""
     shares = {bind(share, call.dims) for share in call.args.get("shares", ())}
     return 0 if len(shares) <= 1 else call.result().nbytes
 
 
-def batch_norm_moments(call: SizedOperator) -> int | None:
+def _batch_norm_moments(call: SizedOperator) -> int | None:
     """Mean and variance of each channel; where dense two sums too, with channels last one for each thread."""
     x = call.operand(0)
     if x.dtype not in _REAL:
@@ -267,7 +258,7 @@ def batch_norm_moments(call: SizedOperator) -> int | None:
     return numbers * x.shape[1] * ITEMSIZE[x.dtype]
 
 
-def synchronised_batch_norm(call: SizedOperator) -> int | None:
+def _synchronised_batch_norm(call: SizedOperator) -> int | None:
     """Of each channel the merged moments in double precision, and the factors by which torch's kernel normalises."""
     x = call.operand(0)
     if x.dtype not in _REAL:
@@ -276,7 +267,7 @@ def synchronised_batch_norm(call: SizedOperator) -> int | None:
     return x.shape[1] * (8 * (4 if x.dtype == "f64" else 5) + strided * ITEMSIZE[x.dtype])
 
 
-def synchronised_batch_norm_backward(call: SizedOperator) -> int | None:
+def _synchronised_batch_norm_backward(call: SizedOperator) -> int | None:
     """Of each channel three numbers in double precision, in single precision too where the operand is so, and its
     weight."""
     x = call.operand(1)
@@ -286,7 +277,7 @@ def synchronised_batch_norm_backward(call: SizedOperator) -> int | None:
     return 8 * x.shape[1] * ((3 if x.dtype == "f64" else 5) + weighted)
 
 
-def update(
+def _update(
     fixed: int, decay: int, coupled: bool = True, listed: Callable[[int], int] = int
 ) -> Callable[[SizedOperator], int]:
     """An optimizer's ``for_loop``: *fixed* tensors of the parameter's size beside the gradient that it adjusts.
@@ -346,5 +337,21 @@ SCRATCH: Final[Mapping[str, Formula]] = {
     "aten._upsample_bilinear2d_aa_backward.default": _of_rows,
     "aten._upsample_bicubic2d_aa_backward.default": _of_rows,
     "aten.affine_grid_generator.default": _affine_grid,
+    "AllReduce": _all_reduce,
+    "graphir.scale": nothing,
+    "graphir.sgd": _update(0, 6),
+    "graphir.dampened_sgd": _update(0, 7),
+    "graphir.adam": _update(2, 10, listed=lambda gradients: 1),
+    "graphir.adamw": _update(2, 10, coupled=False, listed=lambda gradients: 1),
+    "graphir.adagrad": _update(1, 6, listed=lambda gradients: 2),
+    "graphir.rmsprop": _update(1, 9, listed=lambda gradients: gradients + 1),
+    "graphir.attention": _attention,
+    "graphir.attention_backward": _attention_backward,
+    "graphir.cumulative_batch_norm": _cumulative_batch_norm,
+    "graphir.batch_norm_moments": _batch_norm_moments,
+    "graphir.synchronised_batch_norm": _synchronised_batch_norm,
+    "graphir.synchronised_batch_norm_backward": _synchronised_batch_norm_backward,
+    **BLOCKS,
+    **CTC_SCRATCH,
 }
-"""The formulas, by type of torch."""
+"""The formulas, by type of torch and of graphir."""

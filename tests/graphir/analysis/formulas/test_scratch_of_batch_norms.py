@@ -12,9 +12,9 @@ from graphir.runtime.kernels.batch_norm import BATCH_NORM
 from single_calls import blob
 from torch import Tensor
 
+from graphir.analysis.formulas.scratch import SCRATCH
 from graphir.ir.device import gpu
 from graphir.ir.operator import Operator
-from graphir.ir.optypes.own import OWN
 from graphir.ir.optypes.sized import SizedOperator
 
 CHANNELS = 64
@@ -31,10 +31,8 @@ def predicted(type: str, given: list[Tensor | None], threads: int) -> int | None
     names = [f"x{k}" for k in range(len(tensors))]
     pattern = "".join("_" if tensor is None else "t" for tensor in given)
     op = Operator(type, tuple(names), (), {}, gpu(0), operands=pattern)
-    formula = OWN[type].scratch
-    assert formula is not None
     blobs = {name: blob(name, tensor) for name, tensor in zip(names, tensors, strict=True)}
-    return formula(SizedOperator(op, blobs, {}, threads))
+    return SCRATCH[type](SizedOperator(op, blobs, {}, threads))
 
 
 def measured(type: str, given: list[Tensor | None], args: dict[str, Any]) -> int:

@@ -1,46 +1,46 @@
-"""What an operator returns: shapes, element types and strides, as torch's meta device computes them.
+"""What an operator returns: shapes, element types, strides, and the operands whose memory its results show.
 
-Results are kept by the operator's signature, with every size bound to a number, so that the repeated layers of a
-model, its replicas, and the next verification cost a lookup each.
+Torch finds a result's geometry in some ten microseconds on the meta device, and in a good hundred on fake tensors. The
+geometry depends on the operator and on the geometry of what it reads alone. So every answer is kept, with every size
+bound to a number: the repeated layers of a model, its replicas, the next capture and the next verification cost a
+lookup each. :func:`infer` asks the meta device. A capture asks with fake tensors, which have a device, and keeps what
+:func:`described` says of the answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
-from ...errors import GraphirError, nearest
-from ..blob import Blob, contiguous_strides, reach, same_strides
-from ..calls import call_of, evaluate, filled, flatten
-from ..dtype import ITEMSIZE
-from ..meta import rule_of
-from ..operator import Arg, Effects, Operator, Symbol, bind_arg, groups, positions
-from ..opset import NAMESPACES, Signature, effects_of, signature
-from ..optypes.fakes import Refused
-from ..optypes.own import OWN
-from ..optypes.table import operator_type
-from ..size import LARGEST, Dims, Polynomial, bind, bind_shape
-from ..symbols import to_symbol, to_torch
+from ..errors import nearest
+from .blob import reach
+from .calls import call_of, evaluate, filled, flatten
+from .geometry import Geometry, geometry_of
+from .meta import rule_of
+from .operator import Arg, Effects, Operator, Symbol, bind_arg, groups, positions
+from .opset import NAMESPACES, Signature, effects_of, signature
+from .optypes.fakes import Refused
+from .optypes.own import OWN
+from .optypes.table import operator_type
+from .size import Dims, Polynomial, bind
+from .symbols import has_symbol, to_torch
 
-__all__ = ["Geometry", "Inferred", "absurdity", "geometry", "infer", "is_known", "same_layout"]
-
-
-class Geometry(NamedTuple):
-    """A blob's shape, element type and layout with every size bound; ``strides`` None for contiguous ones."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    strides: tuple[int, ...] | None = None
-    offset: int = 0
-
-    def __str__(self) -> str:
-        text = f"{self.dtype}[{','.join(map(str, self.shape))}]"
-        if self.strides is not None:
-            text += f" strides [{','.join(map(str, self.strides))}]"
-        return text + (f" offset {self.offset}" if self.offset else "")
+__all__ = [
+    "Inferred",
+    "Made",
+    "Result",
+    "Returned",
+    "args_key",
+    "described",
+    "forget",
+    "infer",
+    "is_known",
+    "keep",
+    "kept",
+]
 
 
 class Inferred(NamedTuple):
@@ -60,53 +60,86 @@ class Inferred(NamedTuple):
     loose: bool = False
 
 
+class Made(NamedTuple):
+    """A result that an operator makes: its geometry, and the position of the operand whose memory it shows."""
+
+    geometry: Geometry
+    source: int | None
+
+
+Result: TypeAlias = "Made | int | None"
+"""What an operator returns at one place: a tensor that it makes, the operand at a position itself, or nothing."""
+
+
+class Returned(NamedTuple):
+    """What an operator returns: a list or tuple of results, or (``kind`` None) one alone."""
+
+    kind: type | None
+    results: tuple[Result, ...]
+
+
 Inputs: TypeAlias = Sequence[Geometry | None]
 
 _MOST_KEPT: Final = 100_000
-_kept: dict[tuple[Any, ...], Inferred] = {}
+"""Answers; a step of thousands of different operators has tens of thousands."""
+_kept: Final[dict[tuple[Any, ...], Any]] = {}
 
 
-def geometry(blob: Blob, dims: Dims) -> Geometry | None:
-    """The blob's geometry under *dims*; None where its shape or type is not known.
+def kept(key: tuple[Any, ...]) -> Any:
+    """The answer kept under *key*; None where there is none."""
+    return _kept.get(key)
 
-    Raises:
-        GraphirError: a dimension has no value.
-    """
-    shape, dtype, strides, offset = blob.shape, blob.dtype, blob.strides, blob.offset
-    if shape is None or dtype is None:
+
+def keep(key: tuple[Any, ...], found: Any) -> None:
+    """Keep an answer under *key*, for this process."""
+    if len(_kept) >= _MOST_KEPT:
+        _kept.clear()
+    _kept[key] = found
+
+
+def forget() -> None:
+    """Start anew with no answer kept."""
+    _kept.clear()
+
+
+def described(returned: Any, operands: Sequence[torch.Tensor]) -> Returned | None:
+    """What an operator returned on these operands, without its tensors; None where a description is not all of it."""
+    owners = {t.untyped_storage()._cdata: i for i, t in reversed(list(enumerate(operands)))}
+    fresh: set[int] = set()
+    results: list[Result] = []
+    kind = type(returned) if isinstance(returned, (tuple, list)) else None
+    for leaf in (returned,) if kind is None else returned:
+        found: Result = None
+        if leaf is not None:
+            found = next((i for i, t in enumerate(operands) if t is leaf), None)
+            if found is None:
+                found = _made(leaf, operands, owners, fresh)
+            if found is None:
+                return None
+        results.append(found)
+    return Returned(kind, tuple(results))
+
+
+def _made(leaf: Any, operands: Sequence[torch.Tensor], owners: Mapping[int, int], fresh: set[int]) -> Made | None:
+    """The result *leaf*, given the operand that owns each storage, and the storages of the results before."""
+    if type(leaf) is not FakeTensor or leaf.layout != torch.strided or leaf.is_conj() or leaf.is_neg():
         return None
-    return Geometry(
-        bind_shape(shape, dims),
-        dtype,
-        None if strides is None else bind_shape(strides, dims),
-        offset if isinstance(offset, int) else bind(offset, dims),
-    )
-
-
-def absurdity(g: Geometry) -> str:
-    """Why nothing can have this geometry; empty where something can."""
-    numbers = (*g.shape, *(g.strides or ()), g.offset)
-    if min(numbers) < 0 or max(*numbers, prod(g.shape)) > LARGEST:
-        return f"is declared {g}, and nothing is of such a size"
-    if g.strides is not None and len(g.strides) != len(g.shape):
-        return f"has {len(g.strides)} strides for {len(g.shape)} dimensions"
-    return "" if g.dtype in ITEMSIZE else f"is of the unknown element type {g.dtype!r}"
+    storage, geometry = leaf.untyped_storage(), geometry_of(leaf)
+    source = owners.get(storage._cdata)
+    if source is not None:
+        operand = operands[source]
+        alike = leaf.dtype == operand.dtype and not (operand.is_conj() or operand.is_neg())
+        return Made(geometry, source) if alike else None
+    nbytes = reach(geometry.shape, geometry.strides) * leaf.itemsize
+    if storage._cdata in fresh or geometry.offset or storage.nbytes() != nbytes or leaf.constant is not None:
+        return None
+    fresh.add(storage._cdata)
+    return Made(geometry, None)
 
 
 def is_known(type: str) -> bool:
     """Whether operators of *type* can be checked: graphir's own, those of torch's namespaces, and registered ones."""
     return type in OWN or type.partition(".")[0] in NAMESPACES or operator_type(type).registered
-
-
-def same_layout(a: Geometry, b: Geometry) -> bool:
-    """Whether two geometries of one shape put each element at the same place, counted from the first.
-
-    The stride of a dimension of size 1, and all strides of an empty tensor, say nothing.
-    """
-    if a.strides == b.strides or 0 in a.shape:
-        return True
-    ours, theirs = a.strides or contiguous_strides(a.shape), b.strides or contiguous_strides(b.shape)
-    return same_strides(a.shape, ours, theirs)
 
 
 def infer(op: Operator, inputs: Inputs, dims: Dims) -> Inferred:
@@ -116,19 +149,17 @@ def infer(op: Operator, inputs: Inputs, dims: Dims) -> Inferred:
         GraphirError: a dimension has no value, or torch does not have the operator.
     """
     op_type, op_args, outputs = op.type, op.args, len(op.outputs)
-    args = _args_key(op_args, dims) if op_args else ()
+    args = args_key(op_args, dims) if op_args else ()
     key = (op_type, args, op.operands, op.results, outputs, *inputs)
-    found = _kept.get(key)
+    found: Inferred | None = _kept.get(key)
     if found is None:
         found = _infer(op, inputs, {name: bind_arg(arg, dims) for name, arg in op_args.items()})
-        if len(_kept) >= _MOST_KEPT:
-            _kept.clear()
         if is_known(op_type):  # another may be registered yet
-            _kept[key] = found
+            keep(key, found)
     return found
 
 
-def _args_key(args: Mapping[str, Arg], dims: Dims) -> tuple[Any, ...]:
+def args_key(args: Mapping[str, Arg], dims: Dims) -> tuple[Any, ...]:
     """The arguments as a hashable value that tells apart what torch does, and Python's ``==`` does not."""
     key: list[Any] = []
     for name, arg in args.items():
@@ -251,20 +282,14 @@ def _on_meta(op: Operator, inputs: Sequence[Geometry], args: Mapping[str, Arg]) 
 
 
 def _tensor(g: Geometry) -> torch.Tensor:
-    dtype, strides = to_torch(g.dtype), g.strides or contiguous_strides(g.shape)
     if not g.offset:
-        return torch.empty_strided(g.shape, strides, dtype=dtype, device="meta")
-    storage = torch.empty(g.offset + max(reach(g.shape, strides), 1), dtype=dtype, device="meta")
-    return storage.as_strided(g.shape, strides, g.offset)
+        return torch.empty_strided(g.shape, g.strides, dtype=g.dtype, device="meta")
+    storage = torch.empty(g.offset + max(reach(g.shape, g.strides), 1), dtype=g.dtype, device="meta")
+    return storage.as_strided(g.shape, g.strides, g.offset)
 
 
 def _geometry(tensor: torch.Tensor) -> Geometry | None:
-    if tensor.layout is not torch.strided:
+    """Of a result, as a blob declares it: without the bits that say that it shows conjugates or negatives."""
+    if tensor.layout is not torch.strided or not has_symbol(tensor.dtype):
         return None
-    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-    try:
-        dtype = to_symbol(tensor.dtype)
-    except GraphirError:
-        return None
-    dense = strides == contiguous_strides(shape)
-    return Geometry(shape, str(dtype), None if dense else strides, int(tensor.storage_offset()))
+    return geometry_of(tensor)._replace(conj=False, neg=False)

@@ -1,8 +1,8 @@
 """Kernels of ATen on the host that allocate their results and nothing else, or convert operands and nothing else.
 
-A type stands here because it was measured: ``tests/graphir/analysis/test_plain_kernels.py`` calls each on layouts and
-element types that its rule covers, and looks at what it allocates. Nothing is here by default. A rule gives None where
-it does not cover the operands.
+A type stands here because it was measured: ``tests/graphir/analysis/formulas/test_plain_kernels.py`` calls each on
+layouts and element types that its rule covers, and looks at what it allocates. Nothing is here by default. A rule gives
+None where it does not cover the operands.
 
 What these types have in common: torch's ``TensorIterator`` walks operands of any strides and computes in one element
 type, to which it converts whole operands of another one beforehand.
@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import torch
 
-from ..dtype import ITEMSIZE
-from ..symbols import to_symbol, to_torch
-from .sized import Operand, SizedOperator
+from ...ir.dtype import ITEMSIZE
+from ...ir.optypes.sized import Operand, SizedOperator
+from ...ir.symbols import to_symbol, to_torch
 
 __all__ = ["PLAIN", "nothing"]
 

@@ -13,8 +13,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ..dtype import ITEMSIZE
-from .sized import Operand, SizedOperator, copied
+from ...ir.dtype import ITEMSIZE
+from ...ir.optypes.sized import Operand, SizedOperator, copied
 
 __all__ = ["convolution", "convolution_backward"]
 
