@@ -369,7 +369,7 @@ def test_a_refused_step_changes_nothing(mlp):
         ({"binding": "gpu"}, "binding 'gpu' is not supported(.|\n)*supported: auto, cpu, cuda"),
         (
             {"executor": "fast"},
-            "executor 'fast' is not supported(.|\n)*supported: auto, reference, serial, threads, se",
+            "executor 'fast' is not supported(.|\n)*supported: auto, reference, serial, threads, cu",
         ),
         ({"threads": 0}, "threads=0: a kernel needs at least one thread"),
         ({"threads": 1.5}, "threads=1.5: a kernel needs at least one thread"),
