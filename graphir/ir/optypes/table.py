@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
-from ..elements import reads_only_elements
+from .facts import admitted_types, by_call, by_name
+from .families import FAMILIES
 from .own import OWN
 from .record import OperatorType
-from .torch_types import TORCH, UNWRITTEN
 
-__all__ = ["add_registered", "operator_type", "registered_types"]
+__all__ = ["ADMITTED", "LISTED", "add_registered", "operator_type", "registered_types"]
+
+_BY_NAME: Final[Mapping[str, Mapping[str, Any]]] = by_name(FAMILIES)
+_BY_CALL: Final[Mapping[str, Mapping[str, Any]]] = by_call(FAMILIES)
+
+ADMITTED: Final = frozenset(admitted_types(FAMILIES))
+"""Torch's types that any file may name."""
+
+LISTED: Final = frozenset(_BY_CALL)
+"""Torch's types of which more is known than of all variants of their names."""
+
+_UNWRITTEN: Final = ("aten.empty", "aten.new_empty", "prims.empty")
+"""How the types begin that make memory without writing it."""
 
 _registered: Final[dict[str, OperatorType]] = {}
 
@@ -22,8 +34,15 @@ def operator_type(type: str) -> OperatorType:
     found = OWN.get(type) or _registered.get(type)
     if found is not None:
         return found
-    known = TORCH.get(type) or OperatorType(type)
-    return known._replace(unwritten=type.startswith(UNWRITTEN), only_elements=reads_only_elements(type))
+    namespace, _, rest = type.partition(".")
+    if not rest:
+        return OperatorType(type, only_elements=True)  # Caffe2's
+    facts: dict[str, Any] = {}
+    if namespace == "aten":
+        name = rest.partition(".")[0]
+        functional = name.removesuffix("_")
+        facts = {**_BY_NAME.get(functional, {}), **_BY_NAME.get(name, {}), **_BY_CALL.get(type, {})}
+    return OperatorType(type, **facts, unwritten=type.startswith(_UNWRITTEN))
 
 
 def add_registered(record: OperatorType) -> None:
