@@ -2,77 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
-__all__ = ["Known", "admitted_types", "by_call", "by_name", "known"]
+__all__ = ["ADDS", "FLOATS", "HALF", "INDEX", "Facts", "Known", "admitted", "facts_of", "known"]
+
+ADDS: Final = "adds in no fixed order on CUDA"
+HALF: Final = ("bf16", "f16")
+FLOATS: Final = (*HALF, "f32")
+INDEX: Final = ("i64", "i32", "u8", "bool")
 
 _OF_NAMES: Final = frozenset(
     {
-        *("alike", "bounded", "checks", "composite", "index_types", "label", "normalised", "onednn"),
-        *("only_elements", "own_type", "rebinds"),
+        *("alike", "bounded", "checks", "composite", "index_types", "label"),
+        *("normalised", "onednn", "only_elements", "own_type", "rebinds"),
     }
 )
 """The fields of :class:`.record.OperatorType` that hold for every variant of a name, in place or not."""
 
 
 class Known(NamedTuple):
-    """What is known of several names."""
+    """What is known of several types of ``aten``, and whether a file may name them."""
 
-    names: tuple[str, ...]
-    admitted: tuple[str, ...]
-    of_names: Mapping[str, Any]
-    of_calls: Mapping[str, Mapping[str, Any]]
+    types: tuple[str, ...]
+    admitted: bool
+    facts: Mapping[str, Any]
 
 
-def known(names: str, *, admitted: str = "", of: Mapping[str, Mapping[str, Any]] | None = None, **facts: Any) -> Known:
-    """What is known of these names of ``aten``, as fields of :class:`.record.OperatorType`.
+def known(types: str, **facts: Any) -> Known:
+    """What is known of these types, as fields of :class:`.record.OperatorType`. No file may name them.
 
     Args:
-        names: of operators, without a variant and without the underscore of what is in place.
-        admitted: the endings of the types that a file may name: ``.default _.default`` is ``abs.default`` and
-            ``abs_.default`` of the name ``abs``.
-        of: facts by endings, for types that are not the variant ``default``.
-        facts: of all variants, where :data:`_OF_NAMES` has the field; all others are of the variant ``default``.
+        types: such as ``add.Tensor``; ``relu`` is ``relu.default``.
+        facts: those of :data:`_OF_NAMES` hold for every variant of a type's name, in place or not, the others for the
+            type alone. ``in_place=True`` stands for the type that is called as this one with an underscore.
     """
-    of_names = {field: fact for field, fact in facts.items() if field in _OF_NAMES}
-    of_calls = {ending: given for endings, given in (of or {}).items() for ending in endings.split()}
-    rest = {field: fact for field, fact in facts.items() if field not in _OF_NAMES}
-    if rest:
-        of_calls[".default"] = {**of_calls.get(".default", {}), **rest}
-    return Known(tuple(names.split()), tuple(admitted.split()), of_names, of_calls)
+    return Known(tuple(types.split()), False, facts)
 
 
-def admitted_types(families: Iterable[Known]) -> Iterator[str]:
-    """The types that a file may name."""
-    for family in families:
-        for name in family.names:
-            yield from (f"aten.{name}{ending}" for ending in family.admitted)
+def admitted(types: str, **facts: Any) -> Known:
+    """What is known of types that a file may name (:mod:`graphir.ir.admitted`), see :func:`known`."""
+    return Known(tuple(types.split()), True, facts)
 
 
-def by_name(families: Iterable[Known]) -> dict[str, Mapping[str, Any]]:
-    """The facts that hold for every variant of a name, by the name.
+class Facts(NamedTuple):
+    """What families know: by name, by type, and which types a file may name."""
+
+    of_names: Mapping[str, Mapping[str, Any]]
+    of_types: Mapping[str, Mapping[str, Any]]
+    admitted: frozenset[str]
+
+
+def facts_of(families: Iterable[Known]) -> Facts:
+    """What all these say.
 
     Raises:
-        ValueError: two families know a name.
+        ValueError: a type is there twice, or two of a name say other things of the name.
     """
-    found: dict[str, Mapping[str, Any]] = {}
-    for family in families:
-        for name in family.names:
-            if name in found:
-                raise ValueError(f"{name} is known twice")
-            found[name] = family.of_names
-    return found
-
-
-def by_call(families: Iterable[Known]) -> dict[str, dict[str, Any]]:
-    """The facts that hold for one type, by the type."""
-    found: dict[str, dict[str, Any]] = {}
-    for family in families:
-        for name in family.names:
-            for ending, facts in family.of_calls.items():
-                type = f"aten.{name}{ending}"
-                found[type] = dict(facts)
-                if facts.get("in_place"):
-                    found[type]["in_place"] = f"aten.{name}_{ending}"
-    return found
+    of_names: dict[str, Mapping[str, Any]] = {}
+    of_types: dict[str, dict[str, Any]] = {}
+    free: set[str] = set()
+    for types, is_admitted, facts in families:
+        shared = {field: fact for field, fact in facts.items() if field in _OF_NAMES}
+        own = {field: fact for field, fact in facts.items() if field not in _OF_NAMES}
+        for written in types:
+            name, _, variant = written.partition(".")
+            type = f"aten.{name}.{variant or 'default'}"
+            if type in of_types or of_names.setdefault(name, shared) != shared:
+                raise ValueError(f"{written} is known twice")
+            of_types[type] = own | {"in_place": f"aten.{name}_.{variant or 'default'}"} if "in_place" in own else own
+            if is_admitted:
+                free.add(type)
+    return Facts(of_names, of_types, frozenset(free))

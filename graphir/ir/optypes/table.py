@@ -6,21 +6,20 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final
 
-from .facts import admitted_types, by_call, by_name
+from .facts import facts_of
 from .families import FAMILIES
 from .own import OWN
 from .record import OperatorType
 
 __all__ = ["ADMITTED", "LISTED", "add_registered", "operator_type", "registered_types"]
 
-_BY_NAME: Final[Mapping[str, Mapping[str, Any]]] = by_name(FAMILIES)
-_BY_CALL: Final[Mapping[str, Mapping[str, Any]]] = by_call(FAMILIES)
+_FACTS: Final = facts_of(FAMILIES)
 
-ADMITTED: Final = frozenset(admitted_types(FAMILIES))
+ADMITTED: Final = _FACTS.admitted
 """Torch's types that any file may name."""
 
-LISTED: Final = frozenset(_BY_CALL)
-"""Torch's types of which more is known than of all variants of their names."""
+LISTED: Final = frozenset(_FACTS.of_types)
+"""Torch's types that the families name."""
 
 _UNWRITTEN: Final = ("aten.empty", "aten.new_empty", "prims.empty")
 """How the types begin that make memory without writing it."""
@@ -40,8 +39,8 @@ def operator_type(type: str) -> OperatorType:
     facts: dict[str, Any] = {}
     if namespace == "aten":
         name = rest.partition(".")[0]
-        functional = name.removesuffix("_")
-        facts = {**_BY_NAME.get(functional, {}), **_BY_NAME.get(name, {}), **_BY_CALL.get(type, {})}
+        of_names = _FACTS.of_names
+        facts = {**of_names.get(name.removesuffix("_"), {}), **of_names.get(name, {}), **_FACTS.of_types.get(type, {})}
     return OperatorType(type, **facts, unwritten=type.startswith(_UNWRITTEN))
 
 

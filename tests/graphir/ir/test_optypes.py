@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from graphir.ir.opset import overload, signature
-from graphir.ir.optypes.facts import by_name, known
+from graphir.ir.optypes.facts import facts_of, known
 from graphir.ir.optypes.own import OWN
 from graphir.ir.optypes.record import OperatorType
 from graphir.ir.optypes.table import ADMITTED, LISTED, operator_type
@@ -19,9 +19,11 @@ def test_records_are_of_types_that_torch_has():
     assert [type for type in {*LISTED, *ADMITTED} if not there_is(type)] == []
 
 
-def test_a_name_is_known_once():
+def test_a_type_is_known_once_and_a_name_in_one_way():
     with pytest.raises(ValueError, match="relu is known twice"):
-        by_name([known("relu tanh", only_elements=True), known("relu")])
+        facts_of([known("tanh relu"), known("relu", strides_vary=True)])
+    with pytest.raises(ValueError, match=r"add\.Scalar is known twice"):
+        facts_of([known("add.Tensor", only_elements=True), known("add.Scalar")])
 
 
 def test_facts_of_a_name_hold_in_place_and_those_of_a_call_for_one_type():

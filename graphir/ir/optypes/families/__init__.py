@@ -1,4 +1,4 @@
-"""What is known of torch's types, by family: one entry for each name.
+"""What is known of torch's types, by family.
 
 For what a fact means, and how it was found, see :class:`graphir.ir.optypes.record.OperatorType`.
 """
@@ -8,31 +8,14 @@ from __future__ import annotations
 from typing import Final
 
 from ..facts import Known
-from .attention import ATTENTION
 from .images import IMAGES
 from .indexing import INDEXING
 from .linear_algebra import LINEAR_ALGEBRA
-from .losses import LOSSES
-from .making import MAKING
 from .norms import NORMS
 from .pointwise import POINTWISE
 from .random import RANDOM
-from .reductions import REDUCTIONS
-from .views import VIEWS
+from .tensors import TENSORS
 
 __all__ = ["FAMILIES"]
 
-FAMILIES: Final[tuple[Known, ...]] = (
-    *ATTENTION,
-    *IMAGES,
-    *INDEXING,
-    *LINEAR_ALGEBRA,
-    *LOSSES,
-    *MAKING,
-    *NORMS,
-    *POINTWISE,
-    *RANDOM,
-    *REDUCTIONS,
-    *VIEWS,
-)
-"""All entries."""
+FAMILIES: Final[tuple[Known, ...]] = (*IMAGES, *INDEXING, *LINEAR_ALGEBRA, *NORMS, *POINTWISE, *RANDOM, *TENSORS)
