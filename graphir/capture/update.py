@@ -9,20 +9,18 @@ import torch
 
 from ..ir.blob import Blob, contiguous_strides
 from ..ir.device import CPU, gpu
-from ..ir.dtype import TORCH_NAME
 from ..ir.moved import NOW
 from ..ir.operator import Operator, stored_versions
 from ..ir.opset import effects_of, signature
 from ..ir.program import ParamGroup
+from ..ir.symbols import to_symbol
 from .naming import Names
 from .optimizers import Group, ParamUpdate, with_layout
 from .recorded_step import Recording
 
-__all__ = ["DTYPES", "Update", "build_update"]
+__all__ = ["Update", "build_update"]
 
 _HERE: Final = gpu(0)
-DTYPES: Final[Mapping[torch.dtype, str]] = {getattr(torch, name): short for short, name in TORCH_NAME.items()}
-"""The short name of each element type that blobs have."""
 
 
 class _Part(NamedTuple):
@@ -120,7 +118,7 @@ def build_update(
                 name = mine[entry.key] = names.take(f"{update.param}.{entry.key}")
                 shape, strides = tuple(entry.tensor.shape), entry.strides
                 device = CPU if entry.on_host else _HERE
-                dtype = DTYPES[entry.tensor.dtype]
+                dtype = str(to_symbol(entry.tensor.dtype))
                 dense = strides == contiguous_strides(shape)
                 blobs.append(Blob(name, shape, dtype, device, "state", name, None if dense else strides))
                 tensors[name], modules[name] = entry.tensor, module

@@ -49,11 +49,7 @@ _RECORDS: Final = (
         "AllReduce(Tensor[] inputs, *, str reduction='sum', SymInt[] shares=[]) -> Tensor[]",
         fakes.all_reduce,
     ),
-    _record(
-        "graphir.scale",
-        "scale(Tensor rows, *, SymInt numerator, SymInt denominator) -> Tensor",
-        fakes.scale,
-    ),
+    _record("graphir.scale", "scale(Tensor rows, *, SymInt numerator, SymInt denominator) -> Tensor", fakes.scale),
     _record("graphir.load", "load(*, str key, int? dim=None, int first=0) -> Tensor", fakes.load),
     _optimizer(
         "graphir.sgd",
@@ -204,7 +200,7 @@ _RECORDS: Final = (
     ),
 )
 
-OWN: Final[Mapping[str, OperatorType]] = {**{record.type: record for record in _RECORDS}, **BLOCKS, **CTC}
+OWN: Final[Mapping[str, OperatorType]] = {record.type: record for record in (*_RECORDS, *BLOCKS, *CTC)}
 """graphir's own types.
 
 ``Copy`` brings a blob to its device, strides kept. ``AllReduce`` gives every participant the sum of all inputs, added

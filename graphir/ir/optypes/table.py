@@ -7,13 +7,19 @@ from functools import lru_cache
 from typing import Any, Final
 
 from .facts import facts_of
-from .families import FAMILIES
+from .families.images import IMAGES
+from .families.indexing import INDEXING
+from .families.linear_algebra import LINEAR_ALGEBRA
+from .families.norms import NORMS
+from .families.pointwise import POINTWISE
+from .families.random import RANDOM
+from .families.tensors import TENSORS
 from .own import OWN
 from .record import OperatorType
 
 __all__ = ["ADMITTED", "LISTED", "add_registered", "operator_type", "registered_types"]
 
-_FACTS: Final = facts_of(FAMILIES)
+_FACTS: Final = facts_of((*IMAGES, *INDEXING, *LINEAR_ALGEBRA, *NORMS, *POINTWISE, *RANDOM, *TENSORS))
 
 ADMITTED: Final = _FACTS.admitted
 """Torch's types that any file may name."""
