@@ -12,8 +12,9 @@ root that its storage holds by then::
     x_t_1  Copy(x_t): root 9       read x_t_1        9
     p_1    path (slice 1:)         read p_1          slice 1:(9) = 12
 
-What reads beyond the elements of its operand (:mod:`graphir.ir.elements`) takes the root and the path instead of the
-value, and of the copy of a part of a storage, beyond which nothing is defined, a value that equals no other.
+What reads beyond the elements of its operand (its record does not say ``only_elements``) takes the root and the path
+instead of the value, and of the copy of a part of a storage, beyond which nothing is defined, a value that equals no
+other.
 """
 
 from __future__ import annotations

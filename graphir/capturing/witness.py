@@ -22,7 +22,7 @@ from ..ir.fitting import point_text
 from ..ir.operator import Arg, Operator, stored_versions
 from ..ir.program import Program
 from ..ir.size import Dims, Polynomial, bind
-from ..ir.symbols import DTYPES
+from ..ir.symbols import to_torch
 from ..ir.tensor import same_bits
 from ..ir.text import operator_text
 from .intake.arguments import Arguments
@@ -245,7 +245,9 @@ class Witness:
         """Whether a value has the shape, the strides, the offset and the type of its blob."""
         (name,) = self._of((value,))
         blob: Blob | None = self._program.step.blobs.get(name)
-        if blob is None or blob.dtype != DTYPES.get(value.dtype) or self._of((value.root,)) != (blob.storage,):
+        if blob is None or blob.dtype is None or to_torch(blob.dtype) != value.dtype:
+            return False
+        if self._of((value.root,)) != (blob.storage,):
             return False
         shape, strides = bound_layout(blob, dims)
         return (

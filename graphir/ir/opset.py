@@ -16,11 +16,11 @@ import torch
 from ..errors import GraphirError
 from .operator import Arg, Effects, Group, groups, positions
 from .optypes.own import OWN
+from .optypes.record import OperatorType
 from .optypes.table import operator_type
 
 __all__ = [
     "ACCUMULATES",
-    "CHECKS",
     "NAMESPACES",
     "Param",
     "Signature",
@@ -30,6 +30,7 @@ __all__ = [
     "is_random",
     "overload",
     "signature",
+    "type_of",
     "without_defaults",
 ]
 
@@ -98,6 +99,11 @@ class Signature(NamedTuple):
         return found
 
 
+def type_of(overload: torch._ops.OpOverload) -> str:
+    """The type of an operator of torch, such as ``aten.addmm.default``."""
+    return f"{overload.namespace}.{overload._opname}.{overload._overloadname}"
+
+
 @cache
 def overload(type: str) -> torch._ops.OpOverload:
     """The torch operator of a type such as ``aten.addmm.default``.
@@ -122,7 +128,7 @@ def overload(type: str) -> torch._ops.OpOverload:
         raise GraphirError(
             f"torch {torch.__version__} has no operator {type!r}", fix="check the name and torch's version"
         )
-    if not registered and not _only_computes(found._schema, name):
+    if not registered and not _only_computes(found._schema, operator_type(type)):
         raise GraphirError(
             f"operator {type!r} is not allowed in a program",
             fix="programs compute tensors from tensors: no files, storages, streams or Python values",
@@ -136,19 +142,6 @@ def overload(type: str) -> torch._ops.OpOverload:
     return found
 
 
-_COMPOSITES: Final = frozenset(
-    {
-        "linalg_eigvals",
-        "linalg_eigvalsh",
-        "linalg_svdvals",
-        "linear",
-        "matmul",
-        "outer",
-        "unsafe_chunk",
-    }
-)
-"""Composite operators that a program may name. All but the last make new memory, whatever they consist of."""
-
 _has_kernel: Final = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
@@ -159,15 +152,12 @@ def is_composite(overload: torch._ops.OpOverload) -> bool:
     and neither a schema nor a program could say which. So a program holds the operators that it consisted of.
     """
     name = overload.name()
-    if (
-        not _has_kernel(name, "CompositeImplicitAutograd")
-        or overload._schema.name.removeprefix("aten::") in _COMPOSITES
-    ):
+    if not _has_kernel(name, "CompositeImplicitAutograd") or operator_type(type_of(overload)).composite:
         return False
     return not any(_has_kernel(name, key) for key in ("CPU", "CUDA", "CompositeExplicitAutograd"))
 
 
-def _only_computes(schema: torch.FunctionSchema, name: str) -> bool:
+def _only_computes(schema: torch.FunctionSchema, known: OperatorType) -> bool:
     """Whether a torch operator takes and returns nothing that reaches beyond the values of tensors.
 
     A plan may come from a stranger, and torch has operators that map files into memory or exchange storages.
@@ -175,14 +165,7 @@ def _only_computes(schema: torch.FunctionSchema, name: str) -> bool:
     given = " ".join(f"{arg.name}:{arg.real_type}" for arg in schema.arguments)
     reaches = re.search(r"filename|Storage|Stream|Any|Future|__torch__", given)
     returns_tensors = any("Tensor" in str(result.real_type) for result in schema.returns)
-    return (returns_tensors or name in CHECKS) and not reaches and name not in _REBINDS
-
-
-CHECKS: Final = frozenset({"_assert_async", "_linalg_check_errors"})
-"""Operators that return nothing: they raise where their operand says that something is wrong."""
-
-_REBINDS: Final = frozenset({"set", "set_", "set_data", "resize", "resize_", "resize_as_", "_resize_output_", "data"})
-"""Operators that exchange a tensor's storage or change its size."""
+    return (returns_tensors or known.checks) and not reaches and not known.rebinds
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -11,10 +10,7 @@ from ..errors import GraphirError
 from .dtype import TORCH_NAME
 from .operator import Symbol
 
-__all__ = ["DTYPES", "has_symbol", "to_symbol", "to_torch"]
-
-DTYPES: Final[Mapping[torch.dtype, str]] = {getattr(torch, name): short for short, name in TORCH_NAME.items()}
-"""The short name of each element type that blobs have."""
+__all__ = ["has_symbol", "to_symbol", "to_torch"]
 
 _TO_TORCH: Final[dict[str, Any]] = {short: getattr(torch, name) for short, name in TORCH_NAME.items()} | {
     name: getattr(torch, name)

@@ -11,7 +11,7 @@ from gapped import Gaps, observe, torch_samples
 from test_zoo import ROWS, batch_of, model_of
 from zoo_rows import Row
 
-from graphir.ir.elements import reads_only_elements
+from graphir.ir.optypes.table import operator_type
 
 
 def rows() -> Iterator[str]:
@@ -25,9 +25,9 @@ def rows() -> Iterator[str]:
     ):
         gaps = Gaps(most)
         observe(calls, gaps)
-        wrong = sorted(filter(reads_only_elements, gaps.reaching))
+        wrong = sorted(type for type in gaps.reaching if operator_type(type).only_elements)
         free = [type for type in gaps.free if gaps.free[type] and type not in gaps.reaching]
-        listed = sum(map(reads_only_elements, free))
+        listed = sum(operator_type(type).only_elements for type in free)
         others = len(gaps.reaching) - len(wrong)
         shown = f"{len(wrong)} {' '.join(wrong)}".strip()
         yield f"| {name} | {len({*free, *gaps.reaching})} | {listed} | {others} | {shown} |"

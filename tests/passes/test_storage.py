@@ -10,7 +10,7 @@ from small import program_of, two_layers
 import graphir
 from graphir import passes
 from graphir.ir.opset import effects_of, overload, signature
-from graphir.ir.optypes.torch_types import TORCH
+from graphir.ir.optypes.table import LISTED, operator_type
 from graphir.ir.program import Program
 
 
@@ -108,9 +108,9 @@ def test_random_programs_certify_and_verify() -> None:
     assert changed > 10
 
 
-@pytest.mark.parametrize("type", sorted(type for type, known in TORCH.items() if known.in_place))
+@pytest.mark.parametrize("type", sorted(type for type in LISTED if operator_type(type).in_place))
 def test_the_in_place_form_takes_the_same_arguments_and_computes_the_same_bits(type: str) -> None:
-    in_place = TORCH[type].in_place
+    in_place = operator_type(type).in_place
     assert [p.name for p in signature(type).params] == [p.name for p in signature(in_place).params]
     assert effects_of(in_place, {}, None, 1, None, 1).writes == ((0, 0),)
     generator = torch.Generator().manual_seed(0)

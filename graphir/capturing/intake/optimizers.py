@@ -19,6 +19,7 @@ from ...ir.blob import contiguous_strides
 from ...ir.moved import MOVED, NOW, moved
 from ...ir.operator import Arg
 from ...ir.opset import signature
+from ...ir.optypes.table import operator_type
 from ...ir.program import Scalar
 from ...optim import RowWiseAdagrad
 from .state import has_data
@@ -155,15 +156,6 @@ def _group(optimizer: torch.optim.Optimizer, i: int, group: Mapping[str, Any], b
     return Group(tuple([update.param for update in updates]), options, tuple(updates))
 
 
-_SPARSE: Final[Mapping[str, str]] = {
-    "graphir.sgd": "graphir.sparse_sgd",
-    "graphir.adagrad": "graphir.sparse_adagrad",
-    "graphir.row_wise_adagrad": "graphir.sparse_row_wise_adagrad",
-    "graphir.sparse_adam": "graphir.sparse_adam",
-}
-"""The types that update by a sparse gradient, by those that their optimizers are read as."""
-
-
 def with_layout(update: ParamUpdate, sparse: bool, alone: bool) -> ParamUpdate:
     """*update* by a gradient of this layout.
 
@@ -175,7 +167,7 @@ def with_layout(update: ParamUpdate, sparse: bool, alone: bool) -> ParamUpdate:
     Raises:
         CaptureError: torch does not update by such a gradient, or with momentum, whose buffer would be sparse.
     """
-    ours = _SPARSE.get(update.type)
+    ours = operator_type(update.type).sparse or None
     if alone and update.args.get("form") == "foreach":
         update = update._replace(args={key: value for key, value in update.args.items() if key != "form"})
     if not sparse:

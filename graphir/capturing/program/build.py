@@ -17,7 +17,7 @@ from ...ir.net import Net
 from ...ir.operator import Arg, Operator, stored_versions
 from ...ir.opset import effects_of
 from ...ir.program import Interface, Program, Scalar, Slot
-from ...ir.symbols import DTYPES
+from ...ir.symbols import has_symbol
 from ..intake.optimizers import Group
 from ..intake.snapshots import snapshot
 from ..intake.state import has_data
@@ -112,9 +112,9 @@ def build_program(
 def _blob(named: Sequence[str], value: Value, role: Role, sizes: Sizes) -> Blob:
     shape, strides, offset = sizes.geometries[value.index]
     name = named[value.index]
-    if value.dtype not in DTYPES:
+    if not has_symbol(value.dtype):
         raise CaptureError(f"{name!r} has elements of type {value.dtype}", fix=f"supported: {', '.join(TORCH_NAME)}")
-    return Blob(name, shape, DTYPES[value.dtype], _HERE, role, named[value.root.index], strides, offset)
+    return Blob(name, shape, value.geometry.symbol, _HERE, role, named[value.root.index], strides, offset)
 
 
 def _roles(recording: Recording) -> dict[int, Role]:

@@ -14,7 +14,7 @@ from ...ir.names import Names
 from ...ir.operator import Operator, stored_versions
 from ...ir.opset import effects_of, signature
 from ...ir.program import ParamGroup
-from ...ir.symbols import DTYPES
+from ...ir.symbols import to_symbol
 from ..intake.optimizers import Group, ParamUpdate, with_layout
 from ..step.recorded_step import Recording
 
@@ -118,7 +118,7 @@ def build_update(
                 name = mine[entry.key] = names.take(f"{update.param}.{entry.key}")
                 shape, strides = tuple(entry.tensor.shape), entry.strides
                 device = CPU if entry.on_host else _HERE
-                dtype = DTYPES[entry.tensor.dtype]
+                dtype = str(to_symbol(entry.tensor.dtype))
                 dense = strides == contiguous_strides(shape)
                 blobs.append(Blob(name, shape, dtype, device, "state", name, None if dense else strides))
                 tensors[name], modules[name] = entry.tensor, module

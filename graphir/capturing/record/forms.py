@@ -11,38 +11,15 @@ import torch
 
 from ...errors import CaptureError, GraphirError
 from ...ir.operator import Arg
-from ...ir.opset import effects_of, is_random, signature
+from ...ir.opset import effects_of, is_random, signature, type_of
 from ...ir.optypes.table import operator_type
-from ...ir.symbols import to_symbol
+from ...ir.symbols import to_symbol, to_torch
 from ..words.libraries import Outside
 
 __all__ = ["Bound", "Form", "form_of", "normal_arg"]
 
-_HALF: Final = frozenset({torch.bfloat16, torch.float16})
-_SINGLE_TOO: Final = ("convolution", "convolution_backward", "gelu", "gelu_", "gelu_backward")
-_HALF_ONLY: Final = (
-    "mm", "addmm", "addmm_", "_addmm_activation", "bmm", "baddbmm", "baddbmm_", "addbmm", "addbmm_",
-    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
-)  # fmt: skip
-_BY_ONEDNN: Final[Mapping[str, frozenset[torch.dtype]]] = {
-    **dict.fromkeys(_SINGLE_TOO, _HALF | {torch.float32}),
-    **dict.fromkeys(_HALF_ONLY, _HALF),
-}
-"""The element types for which oneDNN may compute an operator on the CPU."""
 _DROPPED: Final = frozenset({"device", "layout", "pin_memory", "generator"})
 """Arguments that are not kept: executors know the device and the generator; every layout is strided."""
-
-
-_OWN: Final[Mapping[str, str]] = {
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": "graphir.attention",
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": "graphir.attention_backward",
-}
-"""Operators of the CPU alone, and the types of graphir's own that do the same on any device. Their tensors are in the
-same order; a dropout probability, which those kernels only take as 0, is left out."""
-
-
-_RANGES: Final = frozenset({"linspace", "logspace"})
-"""Operators whose result does not have the element type of the tensors that bound it."""
 
 
 class Bound(NamedTuple):
@@ -67,6 +44,7 @@ class Form:
     Attributes:
         type: such as ``aten.addmm.default``; graphir's own where torch's runs on the CPU only.
         func: the operator.
+        known: what is known of torch's type.
         random: it may draw random numbers.
         generator: the position of the generator among its arguments; None where it takes none.
         seedable: the overload that does the same and takes a generator; None where there is none.
@@ -88,6 +66,7 @@ class Form:
         "default_dtype",
         "func",
         "generator",
+        "known",
         "label",
         "random",
         "rebinds",
@@ -99,11 +78,12 @@ class Form:
 
     def __init__(self, func: torch._ops.OpOverload) -> None:
         self.func = func
-        torch_type = f"{func.namespace}.{func._opname}.{func._overloadname}"
-        self.type = _OWN.get(torch_type, torch_type)
+        torch_type = type_of(func)
+        self.known = known = operator_type(torch_type)
+        self.type = known.own_type or torch_type
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         self.rebinds = torch.Tag.inplace_view in func.tags
-        self.by_onednn = _BY_ONEDNN.get(func._opname) if func.namespace == "aten" else None
+        self.by_onednn = frozenset(map(to_torch, known.onednn))
         self.repeats = func.namespace == "aten" and not self.rebinds
         returns = func._schema.returns
         self.returns_list = len(returns) == 1 and "List" in str(returns[0].type)
@@ -111,9 +91,9 @@ class Form:
         params = [kept.get(p.name, p) for p in signature(torch_type).params]
         self.generator = next((i for i, a in enumerate(func._schema.arguments) if a.name == "generator"), None)
         self.seedable = _with_generator(func) if self.random else None
-        self.label = _label(func._opname)
+        self.label = known.label or _label(func._opname)
         self.default_dtype = "dtype" in kept and (
-            func._opname in _RANGES or all(p.kind == "value" for p in signature(self.type).params)
+            known.bounded or all(p.kind == "value" for p in signature(self.type).params)
         )
         self._params = [
             (p.name, p.kind, not p.required, normal_arg(p.default), p.name in _DROPPED or p.name not in kept)
@@ -193,24 +173,7 @@ class Form:
         return found
 
 
-_LABELS: Final[Mapping[str, str]] = {
-    "_scaled_dot_product_flash_attention_for_cpu": "scaled_dot_product_attention",
-    "_scaled_dot_product_flash_attention_for_cpu_backward": "scaled_dot_product_attention",
-    "_native_batch_norm_legit_functional": "batch_norm",
-    "_to_copy": "to",
-    "_unsafe_view": "view",
-    "unsafe_split": "split",
-    "index_put_impl": "index_put",
-    "max_pool2d_with_indices": "max_pool2d",
-    "nll_loss_forward": "nll_loss",
-    "nll_loss2d_forward": "nll_loss2d",
-    "lift_fresh": "constant",
-}
-
-
 def _label(name: str) -> str:
-    if name in _LABELS:
-        return _LABELS[name]
     return name.strip("_").removeprefix("native_").removesuffix("_backward").removesuffix("_backward_data")
 
 

@@ -21,16 +21,6 @@ __all__ = ["functional_call", "functional_view", "laid_out", "overwritten_base"]
 
 _aten: Final = torch.ops.aten
 
-_FUNCTIONAL: Final[Mapping[str, str]] = {
-    "bernoulli_.float": "bernoulli.p",
-    "floor_divide_.Tensor": "floor_divide.default",
-    "normal_.default": "normal_functional.default",
-    "pow_.Scalar": "pow.Tensor_Scalar",
-    "pow_.Tensor": "pow.Tensor_Tensor",
-    "transpose_.default": "transpose.int",
-}
-"""In-place operators whose functional form is not simply named without the underscore."""
-
 _SCATTERS: Final[Mapping[Any, Any]] = {
     _aten.slice.Tensor: _aten.slice_scatter.default,
     _aten.select.int: _aten.select_scatter.default,
@@ -73,7 +63,7 @@ def _source(tape: Tape, target: Alias, source: torch.Tensor) -> Value:
 
 def _functional(tape: Tape, form: Form) -> torch._ops.OpOverload:
     name, overload = form.func._opname, form.func._overloadname
-    plain = _FUNCTIONAL.get(f"{name}.{overload}", f"{name.removesuffix('_')}.{overload}")
+    plain = form.known.functional or f"{name.removesuffix('_')}.{overload}"
     packet = getattr(getattr(torch.ops, form.func.namespace), plain.partition(".")[0], None)
     found = getattr(packet, plain.partition(".")[2], None)
     if found is None or not name.endswith("_") or found._schema.is_mutable:
@@ -88,7 +78,7 @@ def _functional(tape: Tape, form: Form) -> torch._ops.OpOverload:
 def functional_view(form: Form) -> torch._ops.OpOverload:
     """``squeeze`` of ``squeeze_``."""
     name, overload = form.func._opname, form.func._overloadname
-    plain = _FUNCTIONAL.get(f"{name}.{overload}", f"{name.rstrip('_')}.{overload}")
+    plain = form.known.functional or f"{name.rstrip('_')}.{overload}"
     packet, _, overload = plain.partition(".")
     return getattr(getattr(_aten, packet), overload)  # type: ignore[no-any-return]
 

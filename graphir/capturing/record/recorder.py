@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporaril
 
 from ...errors import CaptureError, GraphirError
 from ...ir.geometry import geometry_of
-from ...ir.opset import CHECKS, is_composite
+from ...ir.opset import is_composite
 from ...ir.tensor import PLAIN
 from ..isolate.autocast import Target
 from ..isolate.caches import Caches
@@ -232,7 +232,7 @@ class Recorder(Tape, TorchDispatchMode):
             out = self._results.of(form, bound, [alias.geometry for alias in aliases], args, kwargs)
         except FAKE_ERRORS as e:
             raise refused_by_fake(e, form, self._scope()) from e
-        if form.func._opname in CHECKS or self._makes_something(out):
+        if form.known.checks or self._makes_something(out):
             self._record(form, bound, inputs, out, (func, args, dict(kwargs)))
             if ambiguous:
                 self.ambiguous.append(self.calls[-1])

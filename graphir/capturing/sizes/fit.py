@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ...ir.blob import contiguous_strides
 from ...ir.fitting import Grid, NotPolynomial, point_text
 from ...ir.operator import Arg
+from ...ir.optypes.table import operator_type
 from ...ir.size import BATCH, Shape, Size, product, size_dims
 from ...ir.tensor import same_bits
 from ..record.extents import Axis, Extents
@@ -194,7 +195,7 @@ def _first(conditions: Iterable[bool]) -> int | None:
 def is_floating_anyway(call: Call) -> bool:
     """Whether the result is floating-point whatever the type of the numbers among the arguments."""
     operands = any(v.dtype.is_floating_point for v in call.inputs)
-    named = "dtype" in call.args or call.type.startswith(("aten.div.", "aten.linspace.", "aten.logspace."))
+    named = "dtype" in call.args or call.type.startswith("aten.div.") or operator_type(call.type).bounded
     return call.outputs[0].dtype.is_floating_point and (operands or named)
 
 

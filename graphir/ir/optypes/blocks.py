@@ -8,13 +8,12 @@ which ``bag_sizes`` counts without the padding. A sparse gradient has an empty s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from ..symbols import to_symbol
+from .fakes import typed
 from .record import OperatorType
 
 __all__ = ["BLOCKS"]
@@ -35,7 +34,7 @@ def _bag_sizes(indices: Tensor, offsets: Tensor, *, include_last_offset: bool = 
 
 def _block_embedding(weight: Tensor, indices: Tensor) -> Tensor:
     """A row for each index."""
-    torch._check(weight.dim() == 2, lambda: f"graphir.block_embedding takes a matrix, not {_shown(weight)}")
+    torch._check(weight.dim() == 2, lambda: f"graphir.block_embedding takes a matrix, not {typed(weight)}")
     return weight.new_empty((*indices.shape, weight.shape[1]))
 
 
@@ -94,10 +93,6 @@ def _bags(offsets: Tensor, include_last_offset: bool) -> int:
     return offsets.shape[0] - 1 if include_last_offset else offsets.shape[0]
 
 
-def _shown(tensor: Tensor) -> str:
-    return f"{to_symbol(tensor.dtype)}[{','.join(map(str, tensor.shape))}]"
-
-
 def _check(
     indices: Tensor,
     offsets: Tensor,
@@ -111,7 +106,7 @@ def _check(
     fits = indices.dim() == offsets.dim() == 1 and (matrix is None or matrix.dim() == 2)
     fits = fits and (bag_size is None or bag_size.shape == (_bags(offsets, last),))
     fits = fits and (weights is None or weights.shape == indices.shape)
-    given = ", ".join(_shown(t) for t in (matrix, indices, offsets, bag_size, weights) if t is not None)
+    given = ", ".join(typed(t) for t in (matrix, indices, offsets, bag_size, weights) if t is not None)
     torch._check(fits, lambda: f"these are no bags of lookups: {given}")
 
 
@@ -119,7 +114,7 @@ def _record(type: str, schema: str, fake: Any, **known: Any) -> OperatorType:
     return OperatorType(f"graphir.{type}", f"{type}{schema}", fake, **known)
 
 
-_RECORDS: Final = (
+BLOCKS: Final = (
     _record(
         "block_indices",
         "(Tensor indices, *, SymInt first, SymInt rows, SymInt num_weights, int padding_idx=-1) -> Tensor",
@@ -165,6 +160,3 @@ _RECORDS: Final = (
         only_elements=True,
     ),
 )
-
-BLOCKS: Final[Mapping[str, OperatorType]] = {record.type: record for record in _RECORDS}
-"""The records of these types."""

@@ -6,13 +6,11 @@ returns the losses alone, and ``ctc_loss_backward`` fills the table again: the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 from torch import Tensor
 
-from ..symbols import to_symbol
-from .fakes import Refused
+from .fakes import Refused, typed
 from .record import OperatorType
 
 __all__ = ["CTC"]
@@ -32,16 +30,16 @@ def _ctc_loss(
     if log_probs.dim() != 3 or targets.dim() not in (1, 2):
         raise Refused(
             f"a CTC loss takes log_probs of [frames, batch, classes] and targets of [batch, labels] or [labels], not "
-            f"{_shown(log_probs)} and {_shown(targets)}"
+            f"{typed(log_probs)} and {typed(targets)}"
         )
     batch = log_probs.shape[1]
     for name, lengths in (("input_lengths", input_lengths), ("target_lengths", target_lengths)):
         if lengths.dim() > 1 or lengths.numel() != batch or lengths.dtype.is_floating_point:
             raise Refused(
-                f"a CTC loss of {batch} sequences takes as many whole numbers as {name}, not {_shown(lengths)}"
+                f"a CTC loss of {batch} sequences takes as many whole numbers as {name}, not {typed(lengths)}"
             )
     if targets.dim() == 2 and targets.shape[0] != batch:
-        raise Refused(f"a CTC loss of {batch} sequences takes as many rows of targets, not {_shown(targets)}")
+        raise Refused(f"a CTC loss of {batch} sequences takes as many rows of targets, not {typed(targets)}")
     return log_probs.new_empty((batch,))
 
 
@@ -53,21 +51,12 @@ def _ctc_loss_backward(grad: Tensor, log_probs: Tensor, *others: Tensor, **optio
     """
     losses = _ctc_loss(log_probs, *others)
     if grad.shape != losses.shape or grad.dtype != losses.dtype:
-        raise Refused(f"the gradient of a CTC loss is {_shown(losses)}, not {_shown(grad)}")
+        raise Refused(f"the gradient of a CTC loss is {typed(losses)}, not {typed(grad)}")
     return log_probs.new_empty(log_probs.shape)
 
 
-def _shown(tensor: Tensor) -> str:
-    return f"{to_symbol(tensor.dtype)}[{','.join(map(str, tensor.shape))}]"
-
-
-_RECORDS: Final = (
-    OperatorType(
-        "graphir.ctc_loss",
-        f"ctc_loss({_OPERANDS}, {_OPTIONS}) -> Tensor",
-        _ctc_loss,
-        only_elements=True,
-    ),
+CTC: Final = (
+    OperatorType("graphir.ctc_loss", f"ctc_loss({_OPERANDS}, {_OPTIONS}) -> Tensor", _ctc_loss, only_elements=True),
     OperatorType(
         "graphir.ctc_loss_backward",
         f"ctc_loss_backward(Tensor grad, {_OPERANDS}, {_OPTIONS}) -> Tensor",
@@ -76,6 +65,3 @@ _RECORDS: Final = (
         nondeterministic="adds in no fixed order on CUDA",
     ),
 )
-
-CTC: Final[Mapping[str, OperatorType]] = {record.type: record for record in _RECORDS}
-"""The records of these types."""

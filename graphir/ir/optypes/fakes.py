@@ -26,6 +26,7 @@ __all__ = [
     "sparse_sum",
     "synchronised_batch_norm",
     "synchronised_batch_norm_backward",
+    "typed",
     "updated",
 ]
 
@@ -34,7 +35,8 @@ class Refused(ValueError):
     """A type does not take such operands; the text says why."""
 
 
-def _shown(tensor: Tensor) -> str:
+def typed(tensor: Tensor) -> str:
+    """The element type and shape of a tensor, as texts of programs have them."""
     return f"{to_symbol(tensor.dtype)}[{','.join(map(str, tensor.shape))}]"
 
 
@@ -57,7 +59,7 @@ def all_reduce(inputs: Sequence[Tensor], *, reduction: str = "sum", shares: Sequ
     first, *others = inputs
     for other in others:
         if (other.shape, other.dtype) != (first.shape, first.dtype):
-            raise Refused(f"AllReduce adds {_shown(first)} and {_shown(other)}")
+            raise Refused(f"AllReduce adds {typed(first)} and {typed(other)}")
     if shares and len(shares) != len(inputs):
         raise Refused(f"AllReduce has {len(shares)} shares for {len(inputs)} participants")
     total = first
@@ -92,7 +94,7 @@ def sparse_sum(
     """
     for value, index in zip(values, indices, strict=True):
         if value.dim() != 2 or index.shape != (1, len(value)) or value.shape[1] != values[0].shape[1]:
-            shown = f"{_shown(values[0])}, not {_shown(value)} at {_shown(index)}"
+            shown = f"{typed(values[0])}, not {typed(value)} at {typed(index)}"
             raise Refused(f"graphir.sparse_sum adds rows of {shown}")
     lookups = sum(map(len, values))
     return indices[0].new_empty((1, lookups)), values[0].new_empty((lookups, values[0].shape[1]))
@@ -105,7 +107,7 @@ def embedding_bag_backward(grad: Tensor, indices: Tensor, *others: Any, **option
         Refused: bags and indices are of other ranks.
     """
     if grad.dim() != 2 or indices.dim() != 1:
-        shown = f"{_shown(grad)} and {_shown(indices)}"
+        shown = f"{typed(grad)} and {typed(indices)}"
         raise Refused(f"graphir.embedding_bag_backward takes gradients of bags and their indices, not {shown}")
     return indices.new_empty((1, len(indices))), grad.new_empty((len(indices), grad.shape[1]))
 
@@ -140,7 +142,7 @@ def updated(type: str, names: Sequence[str], *, returns: bool = False) -> Callab
         for name, tensor in given.items():
             wanted = special.get(name, param)
             if tensor.shape != wanted:
-                raise Refused(f"{type} takes {name} of shape {list(wanted)}, not {_shown(tensor)}")
+                raise Refused(f"{type} takes {name} of shape {list(wanted)}, not {typed(tensor)}")
         return torch.empty_like(given["values"]) if returns else None
 
     return fake
@@ -258,7 +260,7 @@ def synchronised_batch_norm_backward(
         Refused: operands are not those of the input's channels, or the factor is no number.
     """
     if grad_out.shape != input.shape:
-        raise Refused(f"{_BACKWARD} takes a gradient of shape {list(input.shape)}, not {_shown(grad_out)}")
+        raise Refused(f"{_BACKWARD} takes a gradient of shape {list(input.shape)}, not {typed(grad_out)}")
     saved = {"save_mean": save_mean, "save_invstd": save_invstd}
     _check_channels(input, moments, {"weight": weight, **saved, "grad_weight": grad_weight, "grad_bias": grad_bias})
     if denominator == 0:
@@ -271,26 +273,26 @@ _BACKWARD: Final = "graphir.synchronised_batch_norm_backward"
 
 def _channels(input: Tensor) -> int:
     if input.dim() < 2 or not input.dtype.is_floating_point:
-        raise Refused(f"a batch norm takes real numbers with channels in dimension 1, not {_shown(input)}")
+        raise Refused(f"a batch norm takes real numbers with channels in dimension 1, not {typed(input)}")
     return input.shape[1]
 
 
 def _check_channels(input: Tensor, moments: Tensor, given: Mapping[str, Tensor | None]) -> None:
     channels = _channels(input)
     if moments.dim() != 3 or moments.shape[1:] != (3, channels) or moments.dtype != torch.float64:
-        raise Refused(f"moments of {channels} channels are f64[participants,3,{channels}], not {_shown(moments)}")
+        raise Refused(f"moments of {channels} channels are f64[participants,3,{channels}], not {typed(moments)}")
     _check_parameters(channels, given)
 
 
 def _check_parameters(channels: int, given: Mapping[str, Tensor | None]) -> None:
     for name, tensor in given.items():
         if tensor is not None and tensor.shape != (channels,):
-            raise Refused(f"a batch norm of {channels} channels takes as many numbers as {name}, not {_shown(tensor)}")
+            raise Refused(f"a batch norm of {channels} channels takes as many numbers as {name}, not {typed(tensor)}")
 
 
 def _check_batches(batches: Tensor) -> None:
     if batches.dim() or batches.dtype != torch.int64:
-        raise Refused(f"the number of batches is i64[], not {_shown(batches)}")
+        raise Refused(f"the number of batches is i64[], not {typed(batches)}")
 
 
 def laid_out(input: Tensor) -> Tensor:

@@ -26,9 +26,9 @@ def _record(type: str, schema: str, fake: Callable[..., Any], **known: Any) -> O
     return OperatorType(type, schema, fake, **{"only_elements": True, **known})
 
 
-def _optimizer(type: str, schema: str) -> OperatorType:
-    """A type that updates one parameter, and its state."""
-    return _record(type, schema, fakes.updated(type, _tensors(schema)), joined=True)
+def _optimizer(type: str, schema: str, sparse: str = "") -> OperatorType:
+    """A type that updates one parameter, and its state; *sparse* is the one that does so by a sparse gradient."""
+    return _record(type, schema, fakes.updated(type, _tensors(schema)), joined=True, sparse=sparse)
 
 
 def _slot_by_slot(type: str, schema: str) -> OperatorType:
@@ -49,17 +49,14 @@ _RECORDS: Final = (
         "AllReduce(Tensor[] inputs, *, str reduction='sum', SymInt[] shares=[]) -> Tensor[]",
         fakes.all_reduce,
     ),
-    _record(
-        "graphir.scale",
-        "scale(Tensor rows, *, SymInt numerator, SymInt denominator) -> Tensor",
-        fakes.scale,
-    ),
+    _record("graphir.scale", "scale(Tensor rows, *, SymInt numerator, SymInt denominator) -> Tensor", fakes.scale),
     _record("graphir.load", "load(*, str key, int? dim=None, int first=0) -> Tensor", fakes.load),
     _optimizer(
         "graphir.sgd",
         "sgd(Tensor(a!) param, Tensor grad, Tensor(b!)? momentum_buffer, Tensor lr, Tensor? found_inf=None, "
         "Tensor? momentum_now=None, Tensor? weight_decay_now=None, *, str form='for_loop', float momentum=0., "
         "float weight_decay=0., bool nesterov=False, bool maximize=False) -> ()",
+        sparse="graphir.sparse_sgd",
     ),
     _optimizer(
         "graphir.dampened_sgd",
@@ -75,6 +72,7 @@ _RECORDS: Final = (
         "adagrad(Tensor(a!) param, Tensor grad, Tensor(b!) sum, Tensor(c!) step, Tensor lr, Tensor? found_inf=None, "
         "Tensor? weight_decay_now=None, *, str form='for_loop', float lr_decay=0., float weight_decay=0., "
         "float eps=1e-10, bool maximize=False) -> ()",
+        sparse="graphir.sparse_adagrad",
     ),
     _optimizer(
         "graphir.rmsprop",
@@ -87,6 +85,7 @@ _RECORDS: Final = (
         "graphir.row_wise_adagrad",
         "row_wise_adagrad(Tensor(a!) param, Tensor grad, Tensor(b!) row_sum, Tensor lr, Tensor? found_inf=None, *, "
         "float eps=1e-10, bool maximize=False) -> ()",
+        sparse="graphir.sparse_row_wise_adagrad",
     ),
     # The kernels of attention and of embedding bags are torch's, which reach beyond the elements of their operands.
     _record(
@@ -166,6 +165,7 @@ _RECORDS: Final = (
         "sparse_adam(Tensor(a!) param, Tensor indices, Tensor values, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, "
         "Tensor(d!) step, Tensor lr, Tensor? found_inf=None, Tensor? beta1_now=None, Tensor? beta2_now=None, *, "
         "float beta1=0.9, float beta2=0.999, float eps=1e-08, bool maximize=False) -> ()",
+        sparse="graphir.sparse_adam",
     ),
     _slot_by_slot(
         "graphir.caffe2_sparse_adagrad",
@@ -200,7 +200,7 @@ _RECORDS: Final = (
     ),
 )
 
-OWN: Final[Mapping[str, OperatorType]] = {**{record.type: record for record in _RECORDS}, **BLOCKS, **CTC}
+OWN: Final[Mapping[str, OperatorType]] = {record.type: record for record in (*_RECORDS, *BLOCKS, *CTC)}
 """graphir's own types.
 
 ``Copy`` brings a blob to its device, strides kept. ``AllReduce`` gives every participant the sum of all inputs, added

@@ -4,14 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
-from ..elements import reads_only_elements
+from .facts import facts_of
+from .families.images import IMAGES
+from .families.indexing import INDEXING
+from .families.linear_algebra import LINEAR_ALGEBRA
+from .families.norms import NORMS
+from .families.pointwise import POINTWISE
+from .families.random import RANDOM
+from .families.tensors import TENSORS
 from .own import OWN
 from .record import OperatorType
-from .torch_types import TORCH, UNWRITTEN
 
-__all__ = ["add_registered", "operator_type", "registered_types"]
+__all__ = ["ADMITTED", "LISTED", "add_registered", "operator_type", "registered_types"]
+
+_FACTS: Final = facts_of((*IMAGES, *INDEXING, *LINEAR_ALGEBRA, *NORMS, *POINTWISE, *RANDOM, *TENSORS))
+
+ADMITTED: Final = _FACTS.admitted
+"""Torch's types that any file may name."""
+
+LISTED: Final = frozenset(_FACTS.of_types)
+"""Torch's types that the families name."""
+
+_UNWRITTEN: Final = ("aten.empty", "aten.new_empty", "prims.empty")
+"""How the types begin that make memory without writing it."""
 
 _registered: Final[dict[str, OperatorType]] = {}
 
@@ -22,8 +39,15 @@ def operator_type(type: str) -> OperatorType:
     found = OWN.get(type) or _registered.get(type)
     if found is not None:
         return found
-    known = TORCH.get(type) or OperatorType(type)
-    return known._replace(unwritten=type.startswith(UNWRITTEN), only_elements=reads_only_elements(type))
+    namespace, _, rest = type.partition(".")
+    if not rest:
+        return OperatorType(type, only_elements=True)  # Caffe2's
+    facts: dict[str, Any] = {}
+    if namespace == "aten":
+        name = rest.partition(".")[0]
+        of_names = _FACTS.of_names
+        facts = {**of_names.get(name.removesuffix("_"), {}), **of_names.get(name, {}), **_FACTS.of_types.get(type, {})}
+    return OperatorType(type, **facts, unwritten=type.startswith(_UNWRITTEN))
 
 
 def add_registered(record: OperatorType) -> None:

@@ -9,9 +9,10 @@ from small import program_of
 import graphir
 from graphir.errors import FileError, GraphirError, ParseError
 from graphir.ir import admitted
-from graphir.ir.admitted import ADMITTED, allow_operators
+from graphir.ir.admitted import allow_operators
 from graphir.ir.files import load, save
 from graphir.ir.opset import overload
+from graphir.ir.optypes.table import ADMITTED
 from graphir.ir.program import Program
 
 UNSAFE = "aten._sparse_coo_tensor_unsafe.default"

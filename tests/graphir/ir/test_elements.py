@@ -11,15 +11,16 @@ import pytest
 import torch
 from gapped import Gaps, observe
 
-from graphir.ir.elements import reads_only_elements
+from graphir.ir.optypes.table import operator_type
 
 SAMPLES = """
 from gapped import Gaps, observe, torch_samples
-from graphir.ir.elements import reads_only_elements
+from graphir.ir.optypes.table import operator_type
 
 gaps = Gaps(most=1)
 observe(torch_samples(every=61, most=1), gaps)
-print(sum(map(reads_only_elements, gaps.free)), sum(gaps.failed.values()), *filter(reads_only_elements, gaps.reaching))
+listed = lambda type: operator_type(type).only_elements
+print(sum(map(listed, gaps.free)), sum(gaps.failed.values()), *filter(listed, gaps.reaching))
 """
 
 
@@ -57,7 +58,7 @@ def test_what_reads_gaps_is_seen_to() -> None:
     assert not gaps.failed
     reaching = {type.split(".")[1] for type in gaps.reaching}
     assert reaching >= {"as_strided_copy", "slice_scatter", "native_layer_norm_backward"}
-    assert not any(map(reads_only_elements, gaps.reaching))
+    assert not any(operator_type(type).only_elements for type in gaps.reaching)
     assert gaps.free["aten.relu.default"] == 1
 
 
@@ -84,4 +85,4 @@ def test_a_call_that_fails_is_counted() -> None:
     ],
 )
 def test_types(type: str, listed: bool) -> None:
-    assert reads_only_elements(type) is listed
+    assert operator_type(type).only_elements is listed

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from graphir.ir.opset import overload, signature
+from graphir.ir.optypes.facts import facts_of, known
 from graphir.ir.optypes.own import OWN
 from graphir.ir.optypes.record import OperatorType
-from graphir.ir.optypes.table import operator_type
-from graphir.ir.optypes.torch_types import TORCH
+from graphir.ir.optypes.table import ADMITTED, LISTED, operator_type
 
 
 def there_is(type):
@@ -16,7 +16,20 @@ def there_is(type):
 
 
 def test_records_are_of_types_that_torch_has():
-    assert [type for type in TORCH if type not in OWN and not there_is(type)] == []
+    assert [type for type in {*LISTED, *ADMITTED} if not there_is(type)] == []
+
+
+def test_a_type_is_known_once_and_a_name_in_one_way():
+    with pytest.raises(ValueError, match="relu is known twice"):
+        facts_of([known("tanh relu"), known("relu", strides_vary=True)])
+    with pytest.raises(ValueError, match=r"add\.Scalar is known twice"):
+        facts_of([known("add.Tensor", only_elements=True), known("add.Scalar")])
+
+
+def test_facts_of_a_name_hold_in_place_and_those_of_a_call_for_one_type():
+    assert operator_type("aten.index_put_.default").alike == operator_type("aten.index_put.default").alike != ()
+    assert operator_type("aten.div.Tensor").in_place == "aten.div_.Tensor"
+    assert not operator_type("aten.div.Tensor_mode").in_place
 
 
 def test_a_type_without_a_record_has_nothing_special():
@@ -60,7 +73,7 @@ def called(type, content):
     return results if isinstance(results, tuple) else (results,)
 
 
-@pytest.mark.parametrize("type", [type for type, known in TORCH.items() if known.geometry_only])
+@pytest.mark.parametrize("type", sorted(type for type in LISTED if operator_type(type).geometry_only))
 def test_what_an_operand_holds_changes_nothing_where_its_geometry_alone_counts(type):
     pairs = list(zip(called(type, float("nan")), called(type, 0.5), strict=True))
     assert all(a.stride() == b.stride() for a, b in pairs)
@@ -68,7 +81,8 @@ def test_what_an_operand_holds_changes_nothing_where_its_geometry_alone_counts(t
 
 
 def test_in_place_types_take_what_their_functional_ones_take():
-    for type, known in TORCH.items():
+    for type in LISTED:
+        known = operator_type(type)
         if known.in_place:
             assert overload(known.in_place)._schema.is_mutable
             assert [p.name for p in signature(known.in_place).params] == [p.name for p in signature(type).params]

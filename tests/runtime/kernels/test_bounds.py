@@ -19,8 +19,8 @@ from runnable import forward_plan
 from torch.utils import _pytree as pytree
 
 from graphir.errors import RunError
-from graphir.ir.admitted import ADMITTED
 from graphir.ir.opset import overload
+from graphir.ir.optypes.table import ADMITTED
 
 
 def test_each_checked_type_is_called_with_hostile_operands():
