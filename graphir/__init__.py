@@ -51,9 +51,9 @@ from .ir.device import Device
 from .ir.files import load, save
 from .ir.net import Net
 from .ir.operator import Operator
-from .ir.optypes.registration import register_operator
 from .ir.plan import Plan
 from .ir.program import Program
+from .ir.registration import register_operator
 from .ir.text import parse, show
 from .ir.verify import verify
 from .version import __version__ as __version__

@@ -50,7 +50,17 @@ _AGREED = {"executor"}
 
 _READ = {"words", "intake", "isolate"}
 
+_VALUES = {"blob", "device", "dtype", "geometry", "operator", "size", "symbols", "tensor"}
+_WHOLE = _VALUES | {"dialect", "guard", "history", "names", "net", "opset", "parts", "plan", "program"}
+_CHECKED = {"calls", "infer", "meta", "placement", "shares"}
+
 ROOMS = {
+    "graphir/ir": {
+        "optypes": _VALUES,
+        "text": _WHOLE | {"admitted"},
+        "verify": _WHOLE | _CHECKED | {"text"},
+        "files": _WHOLE | {"admitted", "frozen", "verify"},
+    },
     "runtime": {
         "machine": _AGREED,
         "kernels": {"machine"} | _AGREED,

@@ -11,11 +11,11 @@ import torch
 from torch._library import custom_ops
 from torch._ops import OpOverload, OpOverloadPacket
 
-from ...errors import GraphirError
-from ..opset import NAMESPACES, is_composite
-from .record import OperatorType
-from .table import add_registered, registered_types
-from .trial import disagreement
+from ..errors import GraphirError
+from .opset import NAMESPACES, is_composite
+from .optypes.record import OperatorType
+from .optypes.table import add_registered, registered_types
+from .optypes.trial import disagreement
 
 __all__ = ["register_operator"]
 
@@ -59,7 +59,7 @@ def register_operator(
             takes the schema's parameters.
         fake: returns tensors like the results, of the same shapes, strides and element types, from tensors without
             data, as ``torch.library.register_fake`` takes it; of an operator that has none yet.
-        flops: the floating-point operations of a call, given a :class:`.sized.SizedOperator`; by default none are
+        flops: the floating-point operations of a call, given a ``SizedOperator``; by default none are
             counted, and a prediction follows from the bytes that it reads and writes.
         scratch: the bytes that a call allocates beside operands and results, and has freed when it returns, given the
             same; None where that is not known, as by default.
