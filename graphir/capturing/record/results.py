@@ -19,7 +19,6 @@ from ...ir.meta import fresh_fake_mode, rule_of
 from ...ir.tensor import Geometry
 from ..isolate.cuda_casts import opens_cells
 from ..words.places import where
-from .element_types import check_element_types
 from .forms import Bound, Form
 
 __all__ = ["Results", "forget", "in_sequence"]
@@ -101,7 +100,7 @@ class Results:
             args, kwargs: its arguments; a device among them is the host.
 
         Raises:
-            CaptureError: its kernels refuse the element types that it is given, or are others than outside of the step.
+            CaptureError: its kernels are others than outside of the step.
         """
         if (
             form.by_onednn
@@ -116,13 +115,13 @@ class Results:
                 "precision alone",
             )
         if not form.repeats:
-            return self._call(form, bound, args, kwargs)
+            return rule_of(form.type)(*args, **kwargs)
         # The text of the arguments tells 1, 1.0 and True apart, and 0.0 and -0.0.
         setting = torch.get_default_dtype(), *self._surroundings
         key = (form.func, bound.operands, repr(bound.args), setting, *geometries)
         known: Any = _known.get(key, _UNKNOWN)
         if known is _UNKNOWN:
-            out = self._call(form, bound, args, kwargs)
+            out = rule_of(form.type)(*args, **kwargs)
             described = _describe(out, bound.tensors)
             if described is not _UNKNOWN:
                 if len(_known) >= _MOST:
@@ -133,10 +132,6 @@ class Results:
             kind, results = known
             return kind([self._make(result, bound.tensors) for result in results])
         return self._make(known, bound.tensors)
-
-    def _call(self, form: Form, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        check_element_types(form, bound, self._here)
-        return rule_of(form.type)(*args, **kwargs)
 
     def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A fake tensor with memory of its own."""
