@@ -35,7 +35,7 @@ from .forms import Bound, Form, form_of
 from .known import number_in, tensor_of
 from .mutation import functional_call, functional_view, laid_out, overwritten_base
 from .operands import refuse_overlapping_operands
-from .refused import FAKE_ERRORS, REFUSED_AT_TIMES, refuse_operator, refused_by_fake
+from .refused import FAKE_ERRORS, REFUSED_AT_TIMES, refuse_operator, refused_by_fake, refused_trace
 from .results import in_sequence
 from .scopes import Scopes
 from .seeds import refuse_generator
@@ -64,6 +64,8 @@ _SEVERAL: Final[Mapping[Any, Any]] = {
     _BATCH_NORM: _aten._native_batch_norm_legit_functional.default,
 }
 """Functional forms of what overwrites several tensors: they return the new values of these last."""
+_TRACE: Final = torch._C._TorchDispatchModeKey.PROXY
+"""Where the mode is by which ``make_fx`` traces."""
 _NUMBER: Final = _aten._local_scalar_dense.default
 _IS_NAN: Final = _aten.isnan.default
 _ANY_TRUE: Final = _aten._is_any_true.default
@@ -153,6 +155,8 @@ class Recorder(Tape, TorchDispatchMode):
         self._dispatched += 1
         seen, self.extents.seen = self.extents.seen, False
         try:
+            if torch._C._get_dispatch_mode(_TRACE) is not None:
+                raise refused_trace(self._scope())
             return self._dispatch(func, args, kwargs or {})
         except CaptureError as e:
             if self.refusal is None:

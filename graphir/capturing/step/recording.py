@@ -27,7 +27,6 @@ from ..isolate.global_state import global_state_kept
 from ..isolate.interrupts import Interrupts
 from ..isolate.module import attributes_kept, fakes_in_place
 from ..isolate.python_random import RandomState, drawn_from
-from ..isolate.traces import traces_refused
 from ..record.composites import refuse_unread_vectors, values_alone_asked
 from ..record.draws import RUNS, Draw, Draws
 from ..record.extents import plain
@@ -219,7 +218,6 @@ def _run(
         moves_stay(scopes.here),
         fakes_with_known_values_hidden(recorder.is_known),
         escapes_refused(scopes.here, recorder.held_by),
-        traces_refused(scopes.here),
         sequences_followed(scopes, recorder.held_by),
         fake_mode,
         recorder,

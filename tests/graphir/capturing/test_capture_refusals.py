@@ -278,7 +278,7 @@ def foreign_operator(m: Any, h: Tensor) -> Tensor:
 # Traces
 
 
-TRACED = "the step traces a function, as make_fx, torch.func.linearize and operators such as scan do"
+TRACED = "the step traces a function, as make_fx, torch.func.linearize and operators such as cond and scan do"
 
 
 @refused(TRACED)
