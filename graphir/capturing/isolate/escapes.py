@@ -19,12 +19,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import CaptureError
 from ..words.places import READS_DATA, where
+from .functions import Handlers, TorchFunctions
 from .patches import replaced
 
-__all__ = ["escapes_refused"]
+__all__ = ["escapes", "unseen_escapes_refused"]
 
-_NUMBERS: Final = ("tolist", "numpy", "__dlpack__", "__reduce_ex__")
+_NUMBERS: Final = ("tolist", "numpy", "__array__", "__dlpack__", "__deepcopy__")
 """Methods by which a tensor that holds data gives it away; only a fake one would object."""
+_PICKLES: Final = "__reduce_ex__"
 _TEXT: Final = ("__repr__", "__format__")
 _HIDDEN: Final = {
     "_version": "asks how often a tensor was overwritten, which is another number in each step",
@@ -33,16 +35,15 @@ _HIDDEN: Final = {
 }
 """Of a tensor, and of its storage, what the step would find otherwise in another run."""
 _OF_STORAGES: Final = ("is_shared", "data_ptr")
-_ON_THE_WAY: Final = frozenset({"torch._tensor", "torch.nn.parameter", "torch.storage"})
+_ON_THE_WAY: Final = frozenset({"torch._tensor", "torch.nn.parameter", "torch.overrides", "torch.storage"})
 """Torch's modules that ask for somebody else."""
 _LOGS: Final = "logging"
 _COPIES: Final = "copy"
 """Python's module, which copies a tensor's data behind torch's back."""
 
 
-@contextlib.contextmanager
-def escapes_refused(here: Callable[[], str], known: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
-    """Refuse what would make the data of a tensor, or its hidden state, part of the program unseen.
+def escapes(here: Callable[[], str], known: Callable[[torch.Tensor], torch.Tensor | None]) -> Handlers:
+    """Of what would make the data of a tensor, or its hidden state, part of the program unseen.
 
     Args:
         here: the path of the module that runs.
@@ -52,65 +53,78 @@ def escapes_refused(here: Callable[[], str], known: Callable[[torch.Tensor], tor
         CaptureError: the step asks for it.
     """
 
-    given = False
+    def text(method: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        real = known(tensor)
+        if real is not None:
+            with _disable_current_modes():
+                return method(real, *args, **kwargs)
+        asker, whole = _asker(), args in ((), ("",))
+        if _is_others(asker) or (whole and _is_printed(asker)):
+            return method(tensor, *args, **kwargs)
+        what = "the text of a tensor" if whole else f".{method.__name__}()"
+        fix = f"{READS_DATA}; print(tensor) itself is harmless, and so are logging's functions"
+        raise _refused(f"{what} {_READS}", fix, here)
 
-    def numbers(name: str) -> Callable[..., Any]:
-        method = getattr(torch.Tensor, name)
+    def tensordot(
+        function: Callable[..., Any], a: torch.Tensor, b: torch.Tensor, dims: Any = 2, out: Any = None
+    ) -> Any:
+        if isinstance(dims, torch.Tensor):
+            raise _refused(f"tensordot {_READS}", "pass dims= as Python integers", here)
+        return function(a, b, dims, out=out)
 
-        def refuse(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if _asker().f_globals.get("__name__") == "torch._tensor_str":  # it is printed
-                return method(tensor, *args, **kwargs)
-            raise _refused(f".{name}() reads numbers out of a tensor, so the step depends on data", READS_DATA)
+    tensors: Any = torch.Tensor
+    return {
+        **{getattr(tensors, name): _numbers(here) for name in _NUMBERS},
+        **{getattr(tensors, name): text for name in _TEXT},
+        **{getattr(tensors, name): _hidden(name, here) for name in _OF_STORAGES},
+        tensors._version.__get__: _hidden("_version", here),
+        torch.tensordot: tensordot,
+    }
 
-        return refuse
 
-    def text(name: str) -> Callable[..., Any]:
-        method = getattr(torch.Tensor, name)
+@contextlib.contextmanager
+def unseen_escapes_refused(here: Callable[[], str]) -> Iterator[None]:
+    """While this is active, the same is refused where torch tells no mode: pickles, and what storages hide.
 
-        def give(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            nonlocal given
-            real = None if given else known(tensor)
-            if real is not None:
-                given = True
-                try:
-                    with _disable_current_modes():
-                        return method(real, *args, **kwargs)
-                finally:
-                    given = False
-            asker, whole = _asker(), args in ((), ("",))
-            if given or _is_others(asker) or (whole and _is_printed(asker)):
-                return method(tensor, *args, **kwargs)
-            what = "the text of a tensor" if whole else f".{name}()"
-            raise _refused(
-                f"{what} reads numbers out of a tensor, so the step depends on data",
-                f"{READS_DATA}; print(tensor) itself is harmless, and so are logging's functions",
-            )
+    Args:
+        here: the path of the module that runs.
+    """
 
-        return give
-
-    def hidden(name: str, owner: type) -> Any:
+    def refusing(owner: type, name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
         method = getattr(owner, name)
-        get = method.__get__ if name == "_version" else method
+        return lambda found, *args: handler(method, found, *args)
 
-        def refuse(found: Any, *args: Any, **kwargs: Any) -> Any:
-            if _is_others(_asker()):
-                return get(found, *args, **kwargs)
-            raise _refused(f"the step {_HIDDEN[name]}", "leave it out, or decide by it outside of the step")
-
-        return property(refuse) if name == "_version" else refuse
-
-    def _refused(what: str, fix: str) -> CaptureError:
-        if _asker().f_globals.get("__name__") == _COPIES:
-            what = "Python's copy module copies a tensor of the step, which no program repeats"
-            fix = "write tensor.clone() instead, or tensor.detach().clone() for a copy without a gradient"
-        return CaptureError(what, where=where(here()), fix=fix)
-
-    methods = {name: numbers(name) for name in _NUMBERS}
-    methods |= {name: text(name) for name in _TEXT}
-    methods |= {name: hidden(name, torch.Tensor) for name in _HIDDEN}
-    of_storages = {name: hidden(name, torch.UntypedStorage) for name in _OF_STORAGES}
-    with replaced(torch.Tensor, methods), replaced(torch.UntypedStorage, of_storages):
+    storages = torch.UntypedStorage
+    of_storages = {name: refusing(storages, name, _hidden(name, here)) for name in _OF_STORAGES}
+    of_tensors = {_PICKLES: refusing(torch.Tensor, _PICKLES, _numbers(here))}
+    with replaced(storages, of_storages), replaced(torch.Tensor, of_tensors):
         yield
+
+
+_READS: Final = "reads numbers out of a tensor, so the step depends on data"
+
+
+def _numbers(here: Callable[[], str]) -> Callable[..., Any]:
+    def refuse(method: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise _refused(f".{method.__name__}() {_READS}", READS_DATA, here)
+
+    return refuse
+
+
+def _hidden(name: str, here: Callable[[], str]) -> Callable[..., Any]:
+    def refuse(method: Callable[..., Any], found: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_others(_asker()):
+            return method(found, *args, **kwargs)
+        raise _refused(f"the step {_HIDDEN[name]}", "leave it out, or decide by it outside of the step", here)
+
+    return refuse
+
+
+def _refused(what: str, fix: str, here: Callable[[], str]) -> CaptureError:
+    if _asker().f_globals.get("__name__") == _COPIES:
+        what = "Python's copy module copies a tensor of the step, which no program repeats"
+        fix = "write tensor.clone() instead, or tensor.detach().clone() for a copy without a gradient"
+    return CaptureError(what, where=where(here()), fix=fix)
 
 
 def _asker() -> FrameType:
@@ -118,7 +132,7 @@ def _asker() -> FrameType:
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_globals.get("__name__", "")
-        if name not in _ON_THE_WAY and name not in (__name__, replaced.__module__):
+        if name not in _ON_THE_WAY and name not in (__name__, TorchFunctions.__module__):
             break
         frame = frame.f_back
     return frame

@@ -23,6 +23,7 @@ from ...ir.tensor import PLAIN, geometry_of
 from ..isolate.autocast import Target
 from ..isolate.caches import Caches
 from ..isolate.devices import on_host
+from ..isolate.functions import past_functions
 from ..isolate.interrupts import Interrupts
 from ..isolate.recorded import MODES, is_recorded
 from ..words.libraries import Outside
@@ -157,7 +158,8 @@ class Recorder(Tape, TorchDispatchMode):
         try:
             if torch._C._get_dispatch_mode(_TRACE) is not None:
                 raise refused_trace(self._scope())
-            return self._dispatch(func, args, kwargs or {})
+            with torch._C.DisableTorchFunction():  # what the recorder asks of tensors concerns no mode of functions
+                return self._dispatch(func, args, kwargs or {})
         except CaptureError as e:
             if self.refusal is None:
                 self.refusal, self.failed_line = e, self._line(self._origin(())[0], ())
@@ -186,15 +188,15 @@ class Recorder(Tape, TorchDispatchMode):
                 return False
             if func is _NUMBER and self.is_known(args[0]):
                 return number_in(self._known(args[0]))
-            if func is _NUMBER and (check := check_read_in(sys._getframe(2))) is not None:
+            if func is _NUMBER and (check := check_read_in(past_functions(sys._getframe(2)))) is not None:
                 return self._checked(check, args[0])
-            if func is _NUMBER and batches_read_in(sys._getframe(2), self._scope()):
+            if func is _NUMBER and batches_read_in(past_functions(sys._getframe(2)), self._scope()):
                 self._batches = self.read(args[0])
                 return BATCHES
             if (masks := masks_in(func, args)) and all(map(self.is_known, masks)):
                 return self._select(form_of(func), args)
             if func is _NUMBER:
-                refuse_packed(sys._getframe(2), self._scope())
+                refuse_packed(past_functions(sys._getframe(2)), self._scope())
             if is_ctc(func):
                 return record_ctc(self, func, pytree.tree_map_only(torch.Tensor, self._constant, args))
             refuse_operator(func, self._scope(), args)

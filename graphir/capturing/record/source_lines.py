@@ -19,7 +19,7 @@ _TORCH: Final = f"{Path(torch.__file__).parent}{os.sep}"
 _NN: Final = f"{Path(torch.nn.__file__).parent}{os.sep}"
 _MODULES: Final = f"{Path(torch.nn.modules.__file__).parent}{os.sep}"
 _CALLS: Final = f"{os.sep}module.py"
-_CAPTURE: Final = f"{Path(__file__).parent}{os.sep}"
+_CAPTURE: Final = f"{Path(__file__).parents[1]}{os.sep}"
 _STANDARD: Final = f"{Path(os.__file__).parent}{os.sep}"
 
 _USERS, _MODULE, _FUNCTION, _PASSED, _END = range(5)

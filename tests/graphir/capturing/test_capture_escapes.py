@@ -49,7 +49,7 @@ WAYS: dict[str, tuple[Way, str]] = {
     "text that is printed and stored": (lambda t: print(text := f"{t}") or len(text), TEXT),
     "tolist": (lambda t: t.detach().tolist()[0], "out of a tensor, so the step depends on data"),
     "numpy": (lambda t: t.detach().numpy().sum(), rf"\.numpy\(\) {DATA}"),
-    "numpy's asarray": (lambda t: numpy.asarray(t.detach()).sum(), rf"\.numpy\(\) {DATA}"),
+    "numpy's asarray": (lambda t: numpy.asarray(t.detach()).sum(), rf"\.__array__\(\) {DATA}"),
     "numpy's from_dlpack": (lambda t: numpy.from_dlpack(t.detach()).sum(), rf"\.__dlpack__\(\) {DATA}"),
     "pickle": (lambda t: len(pickle.dumps(t.detach())), rf"\.__reduce_ex__\(\) {DATA}"),
     "torch.save": (lambda t: torch.save(t.detach(), io.BytesIO()) or 1, DATA),
@@ -149,3 +149,12 @@ def test_what_a_refused_copy_is_to_be_instead(chosen: str) -> None:
 def test_a_size_may_be_copied() -> None:
     model = Net("activation", lambda t: copy.copy(t.shape)[1])
     assert not capture(model, (torch.randn(4, 3),)).fixed
+
+
+def test_dimensions_that_a_tensor_elsewhere_holds_are_numbers_of_it() -> None:
+    dims = torch.tensor([[0], [0]])
+    with pytest.raises(CaptureError, match=f"tensordot {DATA}") as error:
+        capture(Net("buffer", lambda t: torch.tensordot(t, t, dims=dims)), (torch.randn(4, 3),))
+    assert error.value.fix == "pass dims= as Python integers"
+    program = capture(Net("buffer", lambda t: torch.tensordot(t, t, dims=([0], [0]))), (torch.randn(4, 3),))
+    assert not program.fixed
