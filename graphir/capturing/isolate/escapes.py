@@ -1,14 +1,13 @@
 """Ways out of torch that no dispatcher sees: what a tensor holds, or hides, as Python's own numbers and text.
 
 A tensor of the step has no data to give, and its text, its version and its memory are not those of the eager step. So
-each way is refused, as ``.item()`` is, but for text that is only printed or logged, which changes no step, and for text
-of values that are known, which is given.
+each way is refused, as ``.item()`` is, but for text of values that are known, and for text that ``print`` and logging's
+functions make of what they are given.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dis
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -21,6 +20,7 @@ from ...errors import CaptureError
 from ..words.places import READS_DATA, where
 from .functions import Handlers, TorchFunctions
 from .patches import replaced
+from .prints import prints_followed
 
 __all__ = ["escapes", "unseen_escapes_refused"]
 
@@ -58,11 +58,10 @@ def escapes(here: Callable[[], str], known: Callable[[torch.Tensor], torch.Tenso
         if real is not None:
             with _disable_current_modes():
                 return method(real, *args, **kwargs)
-        asker, whole = _asker(), args in ((), ("",))
-        if _is_others(asker) or (whole and _is_printed(asker)):
+        if _is_others(_asker()):
             return method(tensor, *args, **kwargs)
-        what = "the text of a tensor" if whole else f".{method.__name__}()"
-        fix = f"{READS_DATA}; print(tensor) itself is harmless, and so are logging's functions"
+        what = "the text of a tensor" if args in ((), ("",)) else f".{method.__name__}()"
+        fix = f"{READS_DATA}; print(tensor) is harmless, and so is logger.info('%s', tensor)"
         raise _refused(f"{what} {_READS}", fix, here)
 
     def tensordot(
@@ -84,7 +83,8 @@ def escapes(here: Callable[[], str], known: Callable[[torch.Tensor], torch.Tenso
 
 @contextlib.contextmanager
 def unseen_escapes_refused(here: Callable[[], str]) -> Iterator[None]:
-    """While this is active, the same is refused where torch tells no mode: pickles, and what storages hide.
+    """While this is active, the same is refused where torch tells no mode: pickles, and what storages hide. Tensors may
+    be printed.
 
     Args:
         here: the path of the module that runs.
@@ -97,7 +97,7 @@ def unseen_escapes_refused(here: Callable[[], str]) -> Iterator[None]:
     storages = torch.UntypedStorage
     of_storages = {name: refusing(storages, name, _hidden(name, here)) for name in _OF_STORAGES}
     of_tensors = {_PICKLES: refusing(torch.Tensor, _PICKLES, _numbers(here))}
-    with replaced(storages, of_storages), replaced(torch.Tensor, of_tensors):
+    with replaced(storages, of_storages), replaced(torch.Tensor, of_tensors), prints_followed():
         yield
 
 
@@ -139,53 +139,5 @@ def _asker() -> FrameType:
 
 
 def _is_others(frame: FrameType) -> bool:
-    """Whether it is no line of the step's own: torch's asks for its errors, logging's for what it writes."""
+    """Whether it is no line of the step's own: torch's asks for errors, logging's and graphir's for what is written."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("torch", "graphir", _LOGS)
-
-
-def _is_printed(frame: FrameType) -> bool:
-    """Whether what *frame* asks for is printed, and nothing else: ``print(x)``, ``print(f"{x}")``.
-
-    The innermost call around the text has to be one of ``print``, and Python comes there straight: it stores nothing
-    and does not jump. Before Python 3.11 code does not say what calls what.
-    """
-    if not hasattr(frame.f_code, "co_positions") or frame.f_globals.get("print", print) is not print:
-        return False
-    instructions = list(dis.get_instructions(frame.f_code))
-    at = next(i for i, found in enumerate(instructions) if found.offset == frame.f_lasti)
-    asked = instructions[at].positions
-    for instruction in instructions[at:]:
-        if not instruction.opname.startswith(_STRAIGHT):
-            return False
-        if instruction.opname.startswith("CALL") and _encloses(instruction.positions, asked):
-            called = [other.argval for other in instructions if _is_callee(other, instruction)]
-            if called == ["print"]:
-                return True
-            if instruction.positions != asked or called not in (["str"], ["repr"]):
-                return False
-    return False
-
-
-def _is_callee(instruction: Any, call: Any) -> bool:
-    """Whether an instruction loads the function that a call is of: that is where the call begins."""
-    begins = (instruction.positions.lineno, instruction.positions.col_offset)
-    return (
-        instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-        and None not in begins
-        and begins == (call.positions.lineno, call.positions.col_offset)
-    )
-
-
-def _encloses(outer: Any, inner: Any) -> bool:
-    """Whether a place in the source is around another one; where Python does not know, it is."""
-    if None in (*outer, *inner):
-        return True
-    starts = (outer.lineno, outer.col_offset) <= (inner.lineno, inner.col_offset)
-    return starts and (inner.end_lineno, inner.end_col_offset) <= (outer.end_lineno, outer.end_col_offset)
-
-
-_STRAIGHT: Final = (
-    "BINARY_", "BUILD_", "CACHE", "CALL", "COMPARE_OP", "CONVERT_VALUE", "EXTENDED_ARG", "FORMAT_", "KW_NAMES",
-    "LIST_EXTEND", "LOAD_", "NOP", "PRECALL", "PUSH_NULL", "UNARY_",
-)  # fmt: skip
-"""Beginnings of the names of instructions that make values of values."""
