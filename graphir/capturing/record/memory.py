@@ -119,8 +119,7 @@ class Memory:
             raise CaptureError(
                 f"a tensor of shape {list(tensor.shape)} comes from nowhere that capture has seen",
                 where=where(scope),
-                fix="make it inside the step, pass it as an input, or register it as a buffer; write a loop for "
-                "scan",
+                fix="make it inside the step, pass it as an input, or register it as a buffer; write a loop for scan",
             )
         base = store.base
         alias = self.add_alias(tensor, base.value, base, None)
