@@ -30,8 +30,8 @@ from ..words.libraries import Outside
 from ..words.places import DENSE, described, where
 from .averages import BATCHES, average, batches_read_in
 from .checks import Check, check_read_in
-from .composites import VALUES_AND_VECTORS, ValuesAlone, is_ambiguous, values_alone_of
 from .edges import keep_edges
+from .factorisations import Factorisations
 from .forms import Bound, Form, form_of
 from .known import number_in, tensor_of
 from .mutation import functional_call, functional_view, laid_out, overwritten_base
@@ -45,7 +45,7 @@ from .sequences import is_ctc, record_ctc, refuse_packed
 from .source_lines import SourceLines
 from .sparse import SparseTensors
 from .tape import Tape
-from .values import Alias, Call, Store, Value
+from .values import Alias, Store, Value
 
 __all__ = ["Recorder"]
 
@@ -83,7 +83,7 @@ class Recorder(Tape, TorchDispatchMode):
         sparse: the sparse gradients.
         refusal: the first one. A model may catch it and go on, but it would go on otherwise than with data.
         failed_line: the source line of what it refused.
-        ambiguous: calls that make vectors which torch may not have been asked for.
+        factorisations: which of them torch is asked for.
         arguments: names of the tensors that the step is given, by their ``id``; fake ones stand for them.
     """
 
@@ -112,7 +112,7 @@ class Recorder(Tape, TorchDispatchMode):
         self.failed_line = ""
         self._dispatched = 0
         self._batches: Value | None = None
-        self.ambiguous: list[Call] = []
+        self.factorisations = Factorisations()
         self._unread: torch.Tensor | None = None
         self.arguments: dict[int, str] = {}
 
@@ -170,12 +170,8 @@ class Recorder(Tape, TorchDispatchMode):
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         kwargs = on_host(kwargs)
         form = _accepted.get(func)
-        ambiguous = False
         if form is None:
-            alone = values_alone_of(func)
-            if alone is not None:
-                return self._values_alone(alone, args)
-            ambiguous = is_ambiguous(func, args)
+            self.factorisations.refuse_alone(func, args, self._scope())
             if getattr(func, "namespace", "") in _NOTHING_COMPUTED or func in _GEOMETRY:
                 return func(*args, **kwargs)
             if torch.is_inference_mode_enabled() and is_composite(func):
@@ -201,7 +197,7 @@ class Recorder(Tape, TorchDispatchMode):
                 return record_ctc(self, func, pytree.tree_map_only(torch.Tensor, self._constant, args))
             refuse_operator(func, self._scope(), args)
             form = form_of(func)
-            if func not in REFUSED_AT_TIMES and func not in VALUES_AND_VECTORS:
+            if func not in REFUSED_AT_TIMES:
                 _accepted[func] = form
         if func.namespace != "aten":
             self._target.refuse_kernel(func, self._scope())
@@ -239,15 +235,7 @@ class Recorder(Tape, TorchDispatchMode):
             raise refused_by_fake(e, form, self._scope()) from e
         if form.func._opname in CHECKS or self._makes_something(out):
             self._record(form, bound, inputs, out, (func, args, dict(kwargs)))
-            if ambiguous:
-                self.ambiguous.append(self.calls[-1])
         return out
-
-    def _values_alone(self, alone: ValuesAlone, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-        """Record what computes the values of a matrix alone, where torch asks for vectors that it does not read."""
-        values = self._dispatch(alone.func, args[: alone.taken], {})
-        unread = self.fake((0,), (1,), values.dtype)
-        return tuple([values if i == alone.position else unread for i in range(alone.results)])
 
     def _unread_check(self, is_nan: torch.Tensor) -> torch.Tensor:
         """What says whether a gradient has a NaN in it, which anomaly detection looks for after each node.

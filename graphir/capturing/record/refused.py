@@ -58,6 +58,9 @@ REFUSED_AT_TIMES: Final = frozenset(
         torch.ops.aten.index.Tensor,
         torch.ops.aten.cumprod.default,
         torch.ops.aten._fused_moving_avg_obs_fq_helper.default,
+        torch.ops.aten._linalg_svd.default,
+        torch.ops.aten._linalg_eigh.default,
+        torch.ops.aten.linalg_eig.default,
     }
 )
 """Operators whose arguments, or what calls them, decide whether they are refused."""

@@ -28,7 +28,6 @@ from ..isolate.global_state import global_state_kept
 from ..isolate.interrupts import Interrupts
 from ..isolate.module import attributes_kept, fakes_in_place
 from ..isolate.python_random import RandomState, drawn_from
-from ..record.composites import refuse_unread_vectors, values_alone_asked
 from ..record.draws import RUNS, Draw, Draws
 from ..record.extents import plain
 from ..record.known import fakes_with_known_values_hidden
@@ -198,7 +197,11 @@ def _run(
         if isinstance(scale, LossScaler):
             scale = fake_scaler(scale, recorder)
     functions = TorchFunctions(
-        moves(), recorder.exchanges(), escapes(scopes.here, recorder.held_by), sequences(scopes, recorder.held_by)
+        moves(),
+        recorder.exchanges(),
+        recorder.factorisations.functions(),
+        escapes(scopes.here, recorder.held_by),
+        sequences(scopes, recorder.held_by),
     )
     grad = torch.enable_grad() if step.loss is not None or step.joint else contextlib.nullcontext()
     # A run has a watch or draws, never both: CPython nests 20 contexts at most, and the statement below has them.
@@ -216,7 +219,6 @@ def _run(
         errors_not_logged(),
         fakes_in_place(step.model, fakes, conditions, step.attributes) as changes,
         rng_state_followed(),
-        values_alone_asked(),
         seeding_refused(scopes),
         modules_stay(scopes.here),
         fakes_with_known_values_hidden(recorder.is_known),
@@ -236,12 +238,9 @@ def _run(
     sparse = recorder.sparse.gradients
     made = [gradient for _, gradient in [*outcome.gradients, *outcome.finished.gradients]]
     kept = [outcome.loss, *outcome.outputs, *made, *(value for pair in sparse.values() for value in pair)]
-    calls = _live(recorder.calls, kept)
-    read = frozenset(id(v) for v in (*kept, *(v for call in calls for v in call.inputs)) if v is not None)
-    refuse_unread_vectors(recorder.ambiguous, read)
     recording = Recording(
         **vars(outcome),
-        calls=calls,
+        calls=_live(recorder.calls, kept),
         values=recorder.values,
         inputs=inputs,
         state=state,
