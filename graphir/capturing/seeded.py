@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 from ..errors import CaptureError
 from ..ir.opset import is_composite
 from ..ir.seeds import mix
-from .record.composites import VALUES_AND_VECTORS, values_alone_asked, values_alone_of
+from .isolate.patches import replaced
+from .record.factorisations import ALONE
 from .record.forms import Form, form_of
 from .record.seeds import SeedIds, own_generator, rng_state_followed, seedable
 
-__all__ = ["DrawsMode", "seeded", "seeded_step"]
+__all__ = ["DrawsMode", "seeded", "seeded_step", "values_computed_alone"]
 
 
 class DrawsMode(TorchDispatchMode):
@@ -36,17 +37,11 @@ class DrawsMode(TorchDispatchMode):
         if torch.is_inference_mode_enabled() and _is_made_of_others(func):
             with self:  # in inference mode torch shows composite operators whole, and not what they draw
                 return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
-        if _is_plain(func):
-            return func(*args, **kwargs)
         if _is_random(func):
             form = form_of(func)
             if form.draws(form.bind(args, kwargs).args) and own_generator(form, args, kwargs) is None:
                 place = kwargs.get("device") or next((a.device for a in args if isinstance(a, torch.Tensor)), "cpu")
                 return self.draw(form, args, kwargs, torch.device(place))
-        alone = values_alone_of(func)
-        if alone is not None:
-            values = alone.func(*args[: alone.taken])
-            return tuple([values if i == alone.position else values.new_empty(0) for i in range(alone.results)])
         return func(*args, **kwargs)
 
     def draw(self, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any], place: torch.device) -> Any:
@@ -60,19 +55,36 @@ class DrawsMode(TorchDispatchMode):
         raise NotImplementedError
 
 
+@cache
 def _is_random(func: Any) -> bool:
     return isinstance(func, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in func.tags
 
 
 @cache
-def _is_plain(func: Any) -> bool:
-    """Whether an operator runs as it is, whatever its arguments: asked for each call, so it has to be quick."""
-    return not _is_random(func) and func not in VALUES_AND_VECTORS
-
-
-@cache
 def _is_made_of_others(func: Any) -> bool:
     return isinstance(func, torch._ops.OpOverload) and is_composite(func)
+
+
+@contextlib.contextmanager
+def values_computed_alone() -> Iterator[None]:
+    """While this is active, torch's functions compute singular values and eigenvalues where modes draw as they do where
+    none is active: within a mode torch computes vectors too, which rounds otherwise."""
+
+    def outside(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                return function(*args, **kwargs)
+
+        return call
+
+    def draws(instance: object) -> bool:
+        modes = _get_current_dispatch_mode_stack()
+        return bool(modes) and all(isinstance(mode, DrawsMode) for mode in modes)
+
+    with contextlib.ExitStack() as stack:
+        for owner, names in ALONE:
+            stack.enter_context(replaced(owner, {name: outside(getattr(owner, name)) for name in names}, draws))
+        yield
 
 
 class _Seeded(DrawsMode):
@@ -111,5 +123,5 @@ def seeded(step: int, replica: int = 0) -> Iterator[None]:
     for word, number in (("step", step), ("replica", replica)):
         if type(number) is not int or number < 0:
             raise CaptureError(f"seeded: {word} is {number!r}", fix="give a whole number, counted from 0")
-    with rng_state_followed(), values_alone_asked(), _Seeded(step, replica, SeedIds(draws=True)):
+    with rng_state_followed(), values_computed_alone(), _Seeded(step, replica, SeedIds(draws=True)):
         yield

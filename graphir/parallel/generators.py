@@ -20,9 +20,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..capturing.isolate.patches import replaced
-from ..capturing.record.composites import values_alone_asked
 from ..capturing.record.forms import Form
-from ..capturing.seeded import DrawsMode, seeded_step
+from ..capturing.seeded import DrawsMode, seeded_step, values_computed_alone
 from ..ir.seeds import mix
 
 __all__ = ["ForwardSeed", "ReplicaDraws", "replicas_followed"]
@@ -126,7 +125,7 @@ def replicas_followed() -> Iterator[None]:
         if torch.cuda.is_available():
             for owner in (torch.cuda, torch.cuda.random):
                 stack.enter_context(replaced(owner, _ON_GPU, _in_replica))
-        stack.enter_context(values_alone_asked(_in_replica))
+        stack.enter_context(values_computed_alone())
         yield
 
 

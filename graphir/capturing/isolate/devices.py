@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -11,9 +11,10 @@ import torch
 from ...errors import CaptureError
 from ..words.libraries import Outside
 from ..words.places import where
+from .functions import Handlers
 from .patches import replaced
 
-__all__ = ["moves_stay", "on_host"]
+__all__ = ["modules_stay", "moves", "on_host"]
 
 _HOST: Final = torch.device("cpu")
 
@@ -28,13 +29,25 @@ def on_host(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
 
 
-@contextlib.contextmanager
-def moves_stay(here: Callable[[], str]) -> Iterator[None]:
-    """While this is active, ``x.to("cuda")``, ``x.cuda()`` and ``x.pin_memory()`` of this thread do not move tensors,
-    and ``module.to(...)`` does nothing where it would change no tensor.
+def moves() -> Handlers:
+    """Of ``x.to("cuda")``, ``x.cuda()`` and ``x.pin_memory()``, which then do not move tensors.
 
-    The former ask for the device before the dispatcher sees them, which fails where there is none. The latter would
-    exchange the parameters, which fakes don't allow.
+    They ask for the device before the dispatcher sees them, which fails where there is none.
+    """
+
+    def to(move: Callable[..., torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return move(tensor, *map(_hosted, args), **{key: _hosted(value) for key, value in kwargs.items()})
+
+    def stay(move: Callable[..., torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor
+
+    return {torch.Tensor.to: to, torch.Tensor.cuda: stay, torch.Tensor.pin_memory: stay}
+
+
+def modules_stay(here: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
+    """While this is active, ``module.to(...)`` of this thread does nothing where it would change no tensor.
+
+    It would exchange the parameters, which fakes don't allow.
 
     Args:
         here: the path of the module that runs.
@@ -42,19 +55,7 @@ def moves_stay(here: Callable[[], str]) -> Iterator[None]:
     Raises:
         CaptureError: a module would change one of its tensors.
     """
-    move = torch.Tensor.to
-
-    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if "device" in kwargs:
-            kwargs["device"] = _hosted(kwargs["device"])
-        return move(tensor, *map(_hosted, args), **kwargs)
-
-    def stay(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return tensor
-
-    of_tensors = {"to": to, "cuda": stay, "pin_memory": stay}
-    with replaced(torch.Tensor, of_tensors), replaced(torch.nn.Module, {"_apply": _unchanged(here)}):
-        yield
+    return replaced(torch.nn.Module, {"_apply": _unchanged(here)})
 
 
 def _unchanged(here: Callable[[], str]) -> Callable[..., Any]:

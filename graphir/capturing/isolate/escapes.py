@@ -1,14 +1,13 @@
 """Ways out of torch that no dispatcher sees: what a tensor holds, or hides, as Python's own numbers and text.
 
 A tensor of the step has no data to give, and its text, its version and its memory are not those of the eager step. So
-each way is refused, as ``.item()`` is, but for text that is only printed or logged, which changes no step, and for text
-of values that are known, which is given.
+each way is refused, as ``.item()`` is, but for text of values that are known, and for text that ``print`` and logging's
+functions make of what they are given.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dis
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -19,12 +18,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import CaptureError
 from ..words.places import READS_DATA, where
+from .functions import Handlers, TorchFunctions
 from .patches import replaced
+from .prints import prints_followed
 
-__all__ = ["escapes_refused"]
+__all__ = ["escapes", "unseen_escapes_refused"]
 
-_NUMBERS: Final = ("tolist", "numpy", "__dlpack__", "__reduce_ex__")
+_NUMBERS: Final = ("tolist", "numpy", "__array__", "__dlpack__", "__deepcopy__")
 """Methods by which a tensor that holds data gives it away; only a fake one would object."""
+_PICKLES: Final = "__reduce_ex__"
 _TEXT: Final = ("__repr__", "__format__")
 _HIDDEN: Final = {
     "_version": "asks how often a tensor was overwritten, which is another number in each step",
@@ -33,16 +35,15 @@ _HIDDEN: Final = {
 }
 """Of a tensor, and of its storage, what the step would find otherwise in another run."""
 _OF_STORAGES: Final = ("is_shared", "data_ptr")
-_ON_THE_WAY: Final = frozenset({"torch._tensor", "torch.nn.parameter", "torch.storage"})
+_ON_THE_WAY: Final = frozenset({"torch._tensor", "torch.nn.parameter", "torch.overrides", "torch.storage"})
 """Torch's modules that ask for somebody else."""
 _LOGS: Final = "logging"
 _COPIES: Final = "copy"
 """Python's module, which copies a tensor's data behind torch's back."""
 
 
-@contextlib.contextmanager
-def escapes_refused(here: Callable[[], str], known: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
-    """Refuse what would make the data of a tensor, or its hidden state, part of the program unseen.
+def escapes(here: Callable[[], str], known: Callable[[torch.Tensor], torch.Tensor | None]) -> Handlers:
+    """Of what would make the data of a tensor, or its hidden state, part of the program unseen.
 
     Args:
         here: the path of the module that runs.
@@ -52,65 +53,78 @@ def escapes_refused(here: Callable[[], str], known: Callable[[torch.Tensor], tor
         CaptureError: the step asks for it.
     """
 
-    given = False
+    def text(method: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        real = known(tensor)
+        if real is not None:
+            with _disable_current_modes():
+                return method(real, *args, **kwargs)
+        if _is_others(_asker()):
+            return method(tensor, *args, **kwargs)
+        what = "the text of a tensor" if args in ((), ("",)) else f".{method.__name__}()"
+        fix = f"{READS_DATA}; print(tensor) is harmless, and so is logger.info('%s', tensor)"
+        raise _refused(f"{what} {_READS}", fix, here)
 
-    def numbers(name: str) -> Callable[..., Any]:
-        method = getattr(torch.Tensor, name)
+    def tensordot(
+        function: Callable[..., Any], a: torch.Tensor, b: torch.Tensor, dims: Any = 2, out: Any = None
+    ) -> Any:
+        if isinstance(dims, torch.Tensor):
+            raise _refused(f"tensordot {_READS}", "pass dims= as Python integers", here)
+        return function(a, b, dims, out=out)
 
-        def refuse(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if _asker().f_globals.get("__name__") == "torch._tensor_str":  # it is printed
-                return method(tensor, *args, **kwargs)
-            raise _refused(f".{name}() reads numbers out of a tensor, so the step depends on data", READS_DATA)
+    tensors: Any = torch.Tensor
+    return {
+        **{getattr(tensors, name): _numbers(here) for name in _NUMBERS},
+        **{getattr(tensors, name): text for name in _TEXT},
+        **{getattr(tensors, name): _hidden(name, here) for name in _OF_STORAGES},
+        tensors._version.__get__: _hidden("_version", here),
+        torch.tensordot: tensordot,
+    }
 
-        return refuse
 
-    def text(name: str) -> Callable[..., Any]:
-        method = getattr(torch.Tensor, name)
+@contextlib.contextmanager
+def unseen_escapes_refused(here: Callable[[], str]) -> Iterator[None]:
+    """While this is active, the same is refused where torch tells no mode: pickles, and what storages hide. Tensors may
+    be printed.
 
-        def give(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            nonlocal given
-            real = None if given else known(tensor)
-            if real is not None:
-                given = True
-                try:
-                    with _disable_current_modes():
-                        return method(real, *args, **kwargs)
-                finally:
-                    given = False
-            asker, whole = _asker(), args in ((), ("",))
-            if given or _is_others(asker) or (whole and _is_printed(asker)):
-                return method(tensor, *args, **kwargs)
-            what = "the text of a tensor" if whole else f".{name}()"
-            raise _refused(
-                f"{what} reads numbers out of a tensor, so the step depends on data",
-                f"{READS_DATA}; print(tensor) itself is harmless, and so are logging's functions",
-            )
+    Args:
+        here: the path of the module that runs.
+    """
 
-        return give
-
-    def hidden(name: str, owner: type) -> Any:
+    def refusing(owner: type, name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
         method = getattr(owner, name)
-        get = method.__get__ if name == "_version" else method
+        return lambda found, *args: handler(method, found, *args)
 
-        def refuse(found: Any, *args: Any, **kwargs: Any) -> Any:
-            if _is_others(_asker()):
-                return get(found, *args, **kwargs)
-            raise _refused(f"the step {_HIDDEN[name]}", "leave it out, or decide by it outside of the step")
-
-        return property(refuse) if name == "_version" else refuse
-
-    def _refused(what: str, fix: str) -> CaptureError:
-        if _asker().f_globals.get("__name__") == _COPIES:
-            what = "Python's copy module copies a tensor of the step, which no program repeats"
-            fix = "write tensor.clone() instead, or tensor.detach().clone() for a copy without a gradient"
-        return CaptureError(what, where=where(here()), fix=fix)
-
-    methods = {name: numbers(name) for name in _NUMBERS}
-    methods |= {name: text(name) for name in _TEXT}
-    methods |= {name: hidden(name, torch.Tensor) for name in _HIDDEN}
-    of_storages = {name: hidden(name, torch.UntypedStorage) for name in _OF_STORAGES}
-    with replaced(torch.Tensor, methods), replaced(torch.UntypedStorage, of_storages):
+    storages = torch.UntypedStorage
+    of_storages = {name: refusing(storages, name, _hidden(name, here)) for name in _OF_STORAGES}
+    of_tensors = {_PICKLES: refusing(torch.Tensor, _PICKLES, _numbers(here))}
+    with replaced(storages, of_storages), replaced(torch.Tensor, of_tensors), prints_followed():
         yield
+
+
+_READS: Final = "reads numbers out of a tensor, so the step depends on data"
+
+
+def _numbers(here: Callable[[], str]) -> Callable[..., Any]:
+    def refuse(method: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise _refused(f".{method.__name__}() {_READS}", READS_DATA, here)
+
+    return refuse
+
+
+def _hidden(name: str, here: Callable[[], str]) -> Callable[..., Any]:
+    def refuse(method: Callable[..., Any], found: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_others(_asker()):
+            return method(found, *args, **kwargs)
+        raise _refused(f"the step {_HIDDEN[name]}", "leave it out, or decide by it outside of the step", here)
+
+    return refuse
+
+
+def _refused(what: str, fix: str, here: Callable[[], str]) -> CaptureError:
+    if _asker().f_globals.get("__name__") == _COPIES:
+        what = "Python's copy module copies a tensor of the step, which no program repeats"
+        fix = "write tensor.clone() instead, or tensor.detach().clone() for a copy without a gradient"
+    return CaptureError(what, where=where(here()), fix=fix)
 
 
 def _asker() -> FrameType:
@@ -118,60 +132,12 @@ def _asker() -> FrameType:
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_globals.get("__name__", "")
-        if name not in _ON_THE_WAY and name not in (__name__, replaced.__module__):
+        if name not in _ON_THE_WAY and name not in (__name__, TorchFunctions.__module__):
             break
         frame = frame.f_back
     return frame
 
 
 def _is_others(frame: FrameType) -> bool:
-    """Whether it is no line of the step's own: torch's asks for its errors, logging's for what it writes."""
+    """Whether it is no line of the step's own: torch's asks for errors, logging's and graphir's for what is written."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("torch", "graphir", _LOGS)
-
-
-def _is_printed(frame: FrameType) -> bool:
-    """Whether what *frame* asks for is printed, and nothing else: ``print(x)``, ``print(f"{x}")``.
-
-    The innermost call around the text has to be one of ``print``, and Python comes there straight: it stores nothing
-    and does not jump. Before Python 3.11 code does not say what calls what.
-    """
-    if not hasattr(frame.f_code, "co_positions") or frame.f_globals.get("print", print) is not print:
-        return False
-    instructions = list(dis.get_instructions(frame.f_code))
-    at = next(i for i, found in enumerate(instructions) if found.offset == frame.f_lasti)
-    asked = instructions[at].positions
-    for instruction in instructions[at:]:
-        if not instruction.opname.startswith(_STRAIGHT):
-            return False
-        if instruction.opname.startswith("CALL") and _encloses(instruction.positions, asked):
-            called = [other.argval for other in instructions if _is_callee(other, instruction)]
-            if called == ["print"]:
-                return True
-            if instruction.positions != asked or called not in (["str"], ["repr"]):
-                return False
-    return False
-
-
-def _is_callee(instruction: Any, call: Any) -> bool:
-    """Whether an instruction loads the function that a call is of: that is where the call begins."""
-    begins = (instruction.positions.lineno, instruction.positions.col_offset)
-    return (
-        instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-        and None not in begins
-        and begins == (call.positions.lineno, call.positions.col_offset)
-    )
-
-
-def _encloses(outer: Any, inner: Any) -> bool:
-    """Whether a place in the source is around another one; where Python does not know, it is."""
-    if None in (*outer, *inner):
-        return True
-    starts = (outer.lineno, outer.col_offset) <= (inner.lineno, inner.col_offset)
-    return starts and (inner.end_lineno, inner.end_col_offset) <= (outer.end_lineno, outer.end_col_offset)
-
-
-_STRAIGHT: Final = (
-    "BINARY_", "BUILD_", "CACHE", "CALL", "COMPARE_OP", "CONVERT_VALUE", "EXTENDED_ARG", "FORMAT_", "KW_NAMES",
-    "LIST_EXTEND", "LOAD_", "NOP", "PRECALL", "PUSH_NULL", "UNARY_",
-)  # fmt: skip
-"""Beginnings of the names of instructions that make values of values."""

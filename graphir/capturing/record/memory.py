@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import CaptureError
-from ..isolate.patches import replaced
+from ..isolate.functions import Handlers
 from ..words.places import Broken, where
 from .values import Alias, Replay, Store, Value
 
@@ -45,23 +43,20 @@ class Memory:
         self._stores.clear()
         self._aliases.clear()
 
-    @contextlib.contextmanager
-    def exchanges_refused(self) -> Iterator[None]:
-        """While this is active, ``x.data = …`` raises if that gives a tensor that was seen other memory.
+    def exchanges(self) -> Handlers:
+        """Of ``x.data = …``, which raises if that gives a tensor that was seen other memory.
 
         Raises:
             Broken: it does.
         """
-        data = torch.Tensor.data
 
-        def exchange(tensor: torch.Tensor, other: torch.Tensor) -> None:
-            data.__set__(tensor, other)  # type: ignore[attr-defined]
+        def exchange(set_data: Callable[..., None], tensor: torch.Tensor, other: torch.Tensor) -> None:
+            set_data(tensor, other)
             alias = self.find(tensor)
             if alias is not None and alias.is_exchanged:
                 raise _exchanged(alias)
 
-        with replaced(FakeTensor, {"data": property(data.__get__, exchange)}):  # type: ignore[attr-defined]
-            yield
+        return {torch.Tensor.data.__set__: exchange}  # type: ignore[attr-defined]
 
     def check_unexchanged(self) -> None:
         """Raise where a tensor that was seen looks at other memory now.
@@ -124,7 +119,7 @@ class Memory:
             raise CaptureError(
                 f"a tensor of shape {list(tensor.shape)} comes from nowhere that capture has seen",
                 where=where(scope),
-                fix="make it inside the step, pass it as an input, or register it as a buffer",
+                fix="make it inside the step, pass it as an input, or register it as a buffer; write a loop for scan",
             )
         base = store.base
         alias = self.add_alias(tensor, base.value, base, None)

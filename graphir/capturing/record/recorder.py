@@ -24,19 +24,20 @@ from ...ir.tensor import PLAIN
 from ..isolate.autocast import Target
 from ..isolate.caches import Caches
 from ..isolate.devices import on_host
+from ..isolate.functions import past_functions
 from ..isolate.interrupts import Interrupts
 from ..isolate.recorded import MODES, is_recorded
 from ..words.libraries import Outside
 from ..words.places import DENSE, described, where
 from .averages import BATCHES, average, batches_read_in
 from .checks import Check, check_read_in
-from .composites import VALUES_AND_VECTORS, ValuesAlone, is_ambiguous, values_alone_of
 from .edges import keep_edges
+from .factorisations import Factorisations
 from .forms import Bound, Form, form_of
 from .known import number_in, tensor_of
 from .mutation import functional_call, functional_view, laid_out, overwritten_base
 from .operands import refuse_overlapping_operands
-from .refused import FAKE_ERRORS, REFUSED_AT_TIMES, refuse_operator, refused_by_fake
+from .refused import FAKE_ERRORS, REFUSED_AT_TIMES, refuse_operator, refused_by_fake, refused_trace
 from .results import in_sequence
 from .scopes import Scopes
 from .seeds import refuse_generator
@@ -45,7 +46,7 @@ from .sequences import is_ctc, record_ctc, refuse_packed
 from .source_lines import SourceLines
 from .sparse import SparseTensors
 from .tape import Tape
-from .values import Alias, Call, Store, Value
+from .values import Alias, Store, Value
 
 __all__ = ["Recorder"]
 
@@ -65,6 +66,8 @@ _SEVERAL: Final[Mapping[Any, Any]] = {
     _BATCH_NORM: _aten._native_batch_norm_legit_functional.default,
 }
 """Functional forms of what overwrites several tensors: they return the new values of these last."""
+_TRACE: Final = torch._C._TorchDispatchModeKey.PROXY
+"""Where the mode is by which ``make_fx`` traces."""
 _NUMBER: Final = _aten._local_scalar_dense.default
 _IS_NAN: Final = _aten.isnan.default
 _ANY_TRUE: Final = _aten._is_any_true.default
@@ -81,7 +84,7 @@ class Recorder(Tape, TorchDispatchMode):
         sparse: the sparse gradients.
         refusal: the first one. A model may catch it and go on, but it would go on otherwise than with data.
         failed_line: the source line of what it refused.
-        ambiguous: calls that make vectors which torch may not have been asked for.
+        factorisations: which of them torch is asked for.
         arguments: names of the tensors that the step is given, by their ``id``; fake ones stand for them.
     """
 
@@ -110,7 +113,7 @@ class Recorder(Tape, TorchDispatchMode):
         self.failed_line = ""
         self._dispatched = 0
         self._batches: Value | None = None
-        self.ambiguous: list[Call] = []
+        self.factorisations = Factorisations()
         self._unread: torch.Tensor | None = None
         self.arguments: dict[int, str] = {}
 
@@ -154,7 +157,10 @@ class Recorder(Tape, TorchDispatchMode):
         self._dispatched += 1
         seen, self.extents.seen = self.extents.seen, False
         try:
-            return self._dispatch(func, args, kwargs or {})
+            if torch._C._get_dispatch_mode(_TRACE) is not None:
+                raise refused_trace(self._scope())
+            with torch._C.DisableTorchFunction():  # what the recorder asks of tensors concerns no mode of functions
+                return self._dispatch(func, args, kwargs or {})
         except CaptureError as e:
             if self.refusal is None:
                 self.refusal, self.failed_line = e, self._line(self._origin(())[0], ())
@@ -165,12 +171,8 @@ class Recorder(Tape, TorchDispatchMode):
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         kwargs = on_host(kwargs)
         form = _accepted.get(func)
-        ambiguous = False
         if form is None:
-            alone = values_alone_of(func)
-            if alone is not None:
-                return self._values_alone(alone, args)
-            ambiguous = is_ambiguous(func, args)
+            self.factorisations.refuse_alone(func, args, self._scope())
             if getattr(func, "namespace", "") in _NOTHING_COMPUTED or func in _GEOMETRY:
                 return func(*args, **kwargs)
             if torch.is_inference_mode_enabled() and is_composite(func):
@@ -183,20 +185,20 @@ class Recorder(Tape, TorchDispatchMode):
                 return False
             if func is _NUMBER and self.is_known(args[0]):
                 return number_in(self._known(args[0]))
-            if func is _NUMBER and (check := check_read_in(sys._getframe(2))) is not None:
+            if func is _NUMBER and (check := check_read_in(past_functions(sys._getframe(2)))) is not None:
                 return self._checked(check, args[0])
-            if func is _NUMBER and batches_read_in(sys._getframe(2), self._scope()):
+            if func is _NUMBER and batches_read_in(past_functions(sys._getframe(2)), self._scope()):
                 self._batches = self.read(args[0])
                 return BATCHES
             if (masks := masks_in(func, args)) and all(map(self.is_known, masks)):
                 return self._select(form_of(func), args)
             if func is _NUMBER:
-                refuse_packed(sys._getframe(2), self._scope())
+                refuse_packed(past_functions(sys._getframe(2)), self._scope())
             if is_ctc(func):
                 return record_ctc(self, func, pytree.tree_map_only(torch.Tensor, self._constant, args))
             refuse_operator(func, self._scope(), args)
             form = form_of(func)
-            if func not in REFUSED_AT_TIMES and func not in VALUES_AND_VECTORS:
+            if func not in REFUSED_AT_TIMES:
                 _accepted[func] = form
         if func.namespace != "aten":
             self._target.refuse_kernel(func, self._scope())
@@ -234,15 +236,7 @@ class Recorder(Tape, TorchDispatchMode):
             raise refused_by_fake(e, form, self._scope()) from e
         if form.known.checks or self._makes_something(out):
             self._record(form, bound, inputs, out, (func, args, dict(kwargs)))
-            if ambiguous:
-                self.ambiguous.append(self.calls[-1])
         return out
-
-    def _values_alone(self, alone: ValuesAlone, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-        """Record what computes the values of a matrix alone, where torch asks for vectors that it does not read."""
-        values = self._dispatch(alone.func, args[: alone.taken], {})
-        unread = self.fake((0,), (1,), values.dtype)
-        return tuple([values if i == alone.position else unread for i in range(alone.results)])
 
     def _unread_check(self, is_nan: torch.Tensor) -> torch.Tensor:
         """What says whether a gradient has a NaN in it, which anomaly detection looks for after each node.

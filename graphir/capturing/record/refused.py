@@ -17,10 +17,10 @@ from ...errors import CaptureError, GraphirError
 from ...ir.opset import NAMESPACES
 from ...ir.optypes.table import operator_type
 from ..words.libraries import Outside
-from ..words.places import BRANCHES, READS_DATA, in_short, where
+from ..words.places import READS_DATA, in_short, where
 from .forms import Form, form_of
 
-__all__ = ["FAKE_ERRORS", "REFUSED_AT_TIMES", "failure", "refuse_operator", "refused_by_fake"]
+__all__ = ["FAKE_ERRORS", "REFUSED_AT_TIMES", "failure", "refuse_operator", "refused_by_fake", "refused_trace"]
 
 _IN_TORCHS_WORDS: Final = (
     (
@@ -47,6 +47,9 @@ _IN_TORCHS_WORDS: Final = (
 )
 """Of torch's refusals of fake tensors: how they read, what the step did, and a remedy."""
 
+_BRANCHES: Final = ("cond", "while_loop")
+"""Operators that take functions, and choose by data which of them run, or how often."""
+
 FAKE_ERRORS: Final = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """What torch's fake tensors raise where a result can't be known without the data."""
 
@@ -55,6 +58,9 @@ REFUSED_AT_TIMES: Final = frozenset(
         torch.ops.aten.index.Tensor,
         torch.ops.aten.cumprod.default,
         torch.ops.aten._fused_moving_avg_obs_fq_helper.default,
+        torch.ops.aten._linalg_svd.default,
+        torch.ops.aten._linalg_eigh.default,
+        torch.ops.aten.linalg_eig.default,
     }
 )
 """Operators whose arguments, or what calls them, decide whether they are refused."""
@@ -114,7 +120,7 @@ def refuse_operator(func: object, scope: str, args: tuple[object, ...]) -> None:
 
 def _on_functions(func: object) -> tuple[str, str]:
     """What is wrong with an operator that takes functions, and what to do."""
-    if isinstance(func, torch._ops.HigherOrderOperator) and not func.name().startswith(BRANCHES):
+    if isinstance(func, torch._ops.HigherOrderOperator) and not func.name().startswith(_BRANCHES):
         return (
             f"{func} is an operator on functions, which programs don't have",
             "call the function itself, in a loop where it runs several times",
@@ -209,4 +215,15 @@ def refused_by_fake(error: Exception, form: Form, scope: str) -> CaptureError:
         f"the result of {form.type} can't be known without the data: {type(error).__name__}",
         where=where(scope),
         fix=_REMEDIES.get(form.type.rpartition(".")[0], _FIXED_SHAPE),
+    )
+
+
+def refused_trace(scope: str) -> CaptureError:
+    """The error where the step traces a function: torch traces what the recorder asks for, and the recorder asks for
+    nothing where it remembers a result."""
+    return CaptureError(
+        "the step traces a function, as make_fx, torch.func.linearize and operators such as cond and scan do",
+        where=where(scope),
+        fix="call the function itself, in a loop where it runs several times; of two branches compute both and choose "
+        "with torch.where",
     )

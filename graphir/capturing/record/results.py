@@ -16,7 +16,6 @@ from ...ir.infer import Made, Result, Returned, args_key, described, keep, kept
 from ...ir.meta import fresh_fake_mode, rule_of
 from ..isolate.cuda_casts import opens_cells
 from ..words.places import where
-from .element_types import check_element_types
 from .forms import Bound, Form
 
 __all__ = ["Results", "in_sequence"]
@@ -61,7 +60,7 @@ class Results:
             args, kwargs: its arguments; a device among them is the host.
 
         Raises:
-            CaptureError: its kernels refuse the element types that it is given, or are others than outside of the step.
+            CaptureError: its kernels are others than outside of the step.
         """
         if (
             form.by_onednn
@@ -76,22 +75,18 @@ class Results:
                 "precision alone",
             )
         if not form.repeats:
-            return self._call(form, bound, args, kwargs)
+            return rule_of(form.type)(*args, **kwargs)
         setting = torch.get_default_dtype(), *self._surroundings
         key = (form.func, bound.operands, args_key(bound.args, {}), setting, *geometries)
         known: Returned | None = kept(key)
         if known is None:
-            out = self._call(form, bound, args, kwargs)
+            out = rule_of(form.type)(*args, **kwargs)
             known = described(out, bound.tensors)
             if known is not None:
                 keep(key, known)
             return out
         made = [self._made(result, bound.tensors) for result in known.results]
         return made[0] if known.kind is None else known.kind(made)
-
-    def _call(self, form: Form, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        check_element_types(form, bound, self._here)
-        return rule_of(form.type)(*args, **kwargs)
 
     def empty(self, geometry: Geometry) -> torch.Tensor:
         """A fake tensor with memory of its own."""

@@ -6,8 +6,7 @@ fake tensor has none: where its values are known, a real tensor is read in its p
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Final, NamedTuple
 
@@ -18,14 +17,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...errors import CaptureError
 from ...ir.meta import rule_of
 from ...ir.opset import without_defaults
-from ..isolate.patches import replaced
+from ..isolate.functions import Handlers
 from ..words.libraries import Outside
 from ..words.places import where
 from .extents import plain
 from .scopes import Scopes
 from .tape import Tape
 
-__all__ = ["is_ctc", "record_ctc", "refuse_packed", "sequences_followed"]
+__all__ = ["is_ctc", "record_ctc", "refuse_packed", "sequences"]
 
 _aten: Final = torch.ops.aten
 _CTC: Final = _aten._ctc_loss.Tensor
@@ -63,9 +62,8 @@ def _recorded(tape: Tape, type: str, tensors: Sequence[torch.Tensor], options: S
     return tape.window(value)
 
 
-@contextlib.contextmanager
-def sequences_followed(scopes: Scopes, known: Known) -> Iterator[None]:
-    """While this is active, lengths that are Python integers, or whose values are known, are no data.
+def sequences(scopes: Scopes, known: Known) -> Handlers:
+    """Of what takes lengths: those that are Python integers, or whose values are known, are no data.
 
     Args:
         scopes: which module runs.
@@ -85,29 +83,31 @@ def sequences_followed(scopes: Scopes, known: Known) -> Iterator[None]:
         with _disable_current_modes():
             return [int(length) for length in numbers(lengths)]
 
-    def pack(input: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def pack(
+        _: Any, input: torch.Tensor, lengths: torch.Tensor, batch_first: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         frames, batch = input.shape[:2][:: -1 if batch_first else 1]
         blocks = _blocks(integers(lengths), batch, frames)
         data: torch.Tensor = _Pack.apply(input, blocks, batch_first)  # type: ignore[no-untyped-call]
         return data, torch.tensor([block.rows for block in blocks for _ in range(block.frames)])
 
     def pad(
-        data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding_value: float, total_length: int
+        _: Any, data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding_value: float, total: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return _padded(data, integers(batch_sizes), batch_first, padding_value, total_length)
+        return _padded(data, integers(batch_sizes), batch_first, padding_value, total)
 
-    def recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(input: Any, second: Any, third: Any, fourth: Any, *args: Any) -> Any:
-            packed = not isinstance(fourth, bool)  # the sizes of batches come before the hidden state and the weights
-            return function(input, numbers(second) if packed else second, third, fourth, *args)
+    def recurrent(function: Callable[..., Any], input: Any, second: Any, third: Any, fourth: Any, *args: Any) -> Any:
+        packed = not isinstance(fourth, bool)  # the sizes of batches come before the hidden state and the weights
+        return function(input, numbers(second) if packed else second, third, fourth, *args)
 
-        return run
-
-    torchs: Any = torch._VF
-    replacements = {name: recurrent(getattr(torchs, name)) for name in _RECURRENT}
-    replacements |= {"_pack_padded_sequence": pack, "_pad_packed_sequence": pad}
-    with replaced(torchs, replacements), replaced(torch, {"ctc_loss": _with_tensors(torch.ctc_loss)}):
-        yield
+    torchs: Any = torch._C._VariableFunctions
+    return {
+        **{getattr(torchs, name): recurrent for name in _RECURRENT},
+        torchs._pack_padded_sequence: pack,
+        torchs._pad_packed_sequence: pad,
+        torch.ctc_loss: _ctc_loss,
+        torch.nn.functional.ctc_loss: _ctc_loss,
+    }
 
 
 def refuse_packed(frame: FrameType, scope: str) -> None:
@@ -134,19 +134,23 @@ def _lengths_are_data(scope: str) -> CaptureError:
     )
 
 
-def _with_tensors(ctc_loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """*ctc_loss* with lengths as tensors: those of all sequences alike follow the batch.
+def _ctc_loss(
+    function: Callable[..., torch.Tensor],
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    *options: Any,
+    **named: Any,
+) -> torch.Tensor:
+    """A CTC loss with lengths as tensors: those of all sequences alike follow the batch.
 
     Torch divides by the lengths of targets, which as integers become numbers of the loss's type.
     """
-
-    def call(log_probs: torch.Tensor, targets: torch.Tensor, frames: Any, labels: Any, *options: Any) -> torch.Tensor:
-        if not isinstance(frames, torch.Tensor) and not isinstance(labels, torch.Tensor):
-            _check_lengths(log_probs, targets, frames, labels)
-            frames, labels = _lengths(frames), _lengths(labels)
-        return ctc_loss(log_probs, targets, frames, labels, *options)
-
-    return call
+    if not isinstance(input_lengths, torch.Tensor) and not isinstance(target_lengths, torch.Tensor):
+        _check_lengths(log_probs, targets, input_lengths, target_lengths)
+        input_lengths, target_lengths = _lengths(input_lengths), _lengths(target_lengths)
+    return function(log_probs, targets, input_lengths, target_lengths, *options, **named)
 
 
 def _check_lengths(

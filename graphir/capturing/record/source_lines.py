@@ -19,7 +19,7 @@ _TORCH: Final = f"{Path(torch.__file__).parent}{os.sep}"
 _NN: Final = f"{Path(torch.nn.__file__).parent}{os.sep}"
 _MODULES: Final = f"{Path(torch.nn.modules.__file__).parent}{os.sep}"
 _CALLS: Final = f"{os.sep}module.py"
-_CAPTURE: Final = f"{Path(__file__).parent}{os.sep}"
+_CAPTURE: Final = f"{Path(__file__).parents[1]}{os.sep}"
 _STANDARD: Final = f"{Path(os.__file__).parent}{os.sep}"
 
 _USERS, _MODULE, _FUNCTION, _PASSED, _END = range(5)
@@ -55,7 +55,7 @@ class SourceLines:
             code = frame.f_code
             kind = kinds.get(code)
             if kind is None:
-                kind = kinds[code] = _kind(code.co_filename)
+                kind = kinds[code] = _kind(frame)
             if kind == _USERS:
                 return self._text(code, frame.f_lasti, frame.f_lineno)
             if kind == _MODULE and module is None:
@@ -75,7 +75,7 @@ class SourceLines:
         trace = error.__traceback__
         while trace is not None:
             code = trace.tb_frame.f_code
-            kind = self._kinds.get(code, _kind(code.co_filename))
+            kind = self._kinds.get(code, _kind(trace.tb_frame))
             own = trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "graphir"
             if kind in (_USERS, _MODULE, _FUNCTION) and not own:
                 places[kind] = self._text(code, trace.tb_lasti, trace.tb_lineno)
@@ -88,8 +88,7 @@ class SourceLines:
 
     def is_users(self, frame: FrameType) -> bool:
         """Whether *frame* runs code of a user or a library."""
-        code = frame.f_code
-        return self._kinds.setdefault(code, _kind(code.co_filename)) == _USERS
+        return self._kinds.setdefault(frame.f_code, _kind(frame)) == _USERS
 
     @cached_property
     def _folders(self) -> tuple[str, ...]:
@@ -104,7 +103,10 @@ class SourceLines:
         return text
 
 
-def _kind(path: str) -> int:
+def _kind(frame: FrameType) -> int:
+    path = frame.f_code.co_filename
+    if "__name__" not in frame.f_globals:  # torch made the code, of no module, to call or to trace something
+        return _PASSED
     if path.startswith(_MODULES) and not path.endswith(_CALLS):
         return _MODULE
     if path.startswith(_NN) and not path.startswith(_MODULES):

@@ -18,6 +18,7 @@ from ...ir.geometry import Geometry, geometry_of
 from ...ir.operator import Arg, Phase
 from ...ir.symbols import to_symbol
 from ..isolate.caches import Seen
+from ..isolate.functions import Handlers
 from ..words.places import DENSE, USE_REENTRANT, where
 from .belonging import Belonging
 from .edges import differentiable
@@ -103,9 +104,9 @@ class Tape:
         for value in self.values:
             value.edge = None
 
-    def exchanges_refused(self) -> contextlib.AbstractContextManager[None]:
-        """While this is active, a step that exchanges a tensor's memory (``x.data = …``) is refused."""
-        return self._memory.exchanges_refused()
+    def exchanges(self) -> Handlers:
+        """Of ``x.data = …``: a step that exchanges a tensor's memory is refused."""
+        return self._memory.exchanges()
 
     def end_forward(self) -> None:
         """Check that the forward has changed tensors by operators alone, in the recording that is named.

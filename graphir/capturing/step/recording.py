@@ -21,14 +21,13 @@ from ..intake.state import ModelState
 from ..isolate.attributes import AllowedChanges, Attributes, Change, attributes_of, settled
 from ..isolate.autocast import Target, autocast_followed, autocast_off
 from ..isolate.caches import Caches
-from ..isolate.devices import moves_stay
-from ..isolate.escapes import escapes_refused
+from ..isolate.devices import modules_stay, moves
+from ..isolate.escapes import escapes, unseen_escapes_refused
+from ..isolate.functions import TorchFunctions
 from ..isolate.global_state import global_state_kept
 from ..isolate.interrupts import Interrupts
 from ..isolate.module import attributes_kept, fakes_in_place
 from ..isolate.python_random import RandomState, drawn_from
-from ..isolate.traces import traces_refused
-from ..record.composites import refuse_unread_vectors, values_alone_asked
 from ..record.draws import RUNS, Draw, Draws
 from ..record.extents import plain
 from ..record.known import fakes_with_known_values_hidden
@@ -36,7 +35,7 @@ from ..record.recorder import Recorder
 from ..record.refused import failure
 from ..record.scopes import Scopes
 from ..record.seeds import rng_state_followed, seeding_refused
-from ..record.sequences import sequences_followed
+from ..record.sequences import sequences
 from ..record.source_lines import SourceLines
 from ..record.stand_ins import attribute_paths, fake_leaves, fake_state
 from ..record.values import Call, Value
@@ -197,6 +196,13 @@ def _run(
         scale = step.options.loss_scale
         if isinstance(scale, LossScaler):
             scale = fake_scaler(scale, recorder)
+    functions = TorchFunctions(
+        moves(),
+        recorder.exchanges(),
+        recorder.factorisations.functions(),
+        escapes(scopes.here, recorder.held_by),
+        sequences(scopes, recorder.held_by),
+    )
     grad = torch.enable_grad() if step.loss is not None or step.joint else contextlib.nullcontext()
     # A run has a watch or draws, never both: CPython nests 20 contexts at most, and the statement below has them.
     searched: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -213,14 +219,11 @@ def _run(
         errors_not_logged(),
         fakes_in_place(step.model, fakes, conditions, step.attributes) as changes,
         rng_state_followed(),
-        values_alone_asked(),
         seeding_refused(scopes),
-        recorder.exchanges_refused(),
-        moves_stay(scopes.here),
+        modules_stay(scopes.here),
         fakes_with_known_values_hidden(recorder.is_known),
-        escapes_refused(scopes.here, recorder.held_by),
-        traces_refused(scopes.here),
-        sequences_followed(scopes, recorder.held_by),
+        unseen_escapes_refused(scopes.here),
+        functions.told(),
         fake_mode,
         recorder,
         searched,
@@ -235,12 +238,9 @@ def _run(
     sparse = recorder.sparse.gradients
     made = [gradient for _, gradient in [*outcome.gradients, *outcome.finished.gradients]]
     kept = [outcome.loss, *outcome.outputs, *made, *(value for pair in sparse.values() for value in pair)]
-    calls = _live(recorder.calls, kept)
-    read = frozenset(id(v) for v in (*kept, *(v for call in calls for v in call.inputs)) if v is not None)
-    refuse_unread_vectors(recorder.ambiguous, read)
     recording = Recording(
         **vars(outcome),
-        calls=calls,
+        calls=_live(recorder.calls, kept),
         values=recorder.values,
         inputs=inputs,
         state=state,

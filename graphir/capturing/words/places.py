@@ -8,10 +8,7 @@ from typing import Final, TypeAlias
 from ...errors import CaptureError
 from .libraries import Outside
 
-__all__ = ["BRANCHES", "DENSE", "READS_DATA", "USE_REENTRANT", "Broken", "Conditions", "described", "in_short", "where"]
-
-BRANCHES: Final = ("cond", "while_loop")
-"""Operators that take functions, and choose by data which of them run, or how often."""
+__all__ = ["DENSE", "READS_DATA", "USE_REENTRANT", "Broken", "Conditions", "described", "in_short", "where"]
 
 READS_DATA: Final = (
     "compute with the tensor instead of its number: no .item(), float(), bool() or `if` on tensors; "

@@ -270,7 +270,7 @@ SHAPED: dict[str, Any] = {
     "pool": lambda x: nn.functional.max_pool1d(x.mT, 3, 16).mean(),
     "convolution": lambda x: nn.functional.conv1d(x.mT, torch.ones(3, 3, 3), stride=32).mean(),
     "windows": lambda x: x.unfold(1, 3, 32).mean(),
-    "factors": lambda x: torch.linalg.svdvals(x).mean(),
+    "factors": lambda x: torch.linalg.svd(x)[1].mean(),
     "diagonal": lambda x: x.diagonal(0, 1, 2).mean(),
     "narrowed": lambda x: x.narrow(1, 0, 5).mean(),
     "count": lambda x: x.mean() + torch.arange(0, x.shape[1], 16).float().mean(),

@@ -80,7 +80,7 @@ def as_numpy(m: Any, h: Tensor) -> Tensor:
     return h * float(h.detach().numpy().sum())  # here
 
 
-@refused(".numpy() reads numbers out of a tensor, so the step depends on data")
+@refused(".__array__() reads numbers out of a tensor, so the step depends on data")
 def numpy_of_what_holds_data(m: Any, h: Tensor) -> Tensor:
     return h * float(numpy.asarray(GLOBAL)[0])  # here
 
@@ -278,7 +278,7 @@ def foreign_operator(m: Any, h: Tensor) -> Tensor:
 # Traces
 
 
-TRACED = "the step traces a function, as make_fx, torch.func.linearize and operators such as scan do"
+TRACED = "the step traces a function, as make_fx, torch.func.linearize and operators such as cond and scan do"
 
 
 @refused(TRACED)
@@ -292,7 +292,7 @@ def traced(m: Any, h: Tensor) -> Tensor:
     return make_fx(torch.tanh)(h * 2)(h)  # here
 
 
-@refused(TRACED)
+@refused("a tensor of shape [4] comes from nowhere that capture has seen")
 def scanned(m: Any, h: Tensor) -> Tensor:
     _, products = scan(lambda carry, x: (carry + x, carry * x), torch.zeros(4), h)  # here
     return products
@@ -392,7 +392,7 @@ def test_the_backward_of_a_user_and_the_loss_are_refused_with_their_lines() -> N
 
 def test_printing_is_no_reading(capsys: pytest.CaptureFixture[str]) -> None:
     def show(m: Any, h: Tensor) -> Tensor:
-        print(h, m.fc.weight, m.scale, f"{h.sum()}")
+        print(h, m.fc.weight, m.scale, h.sum())
         return h
 
     program = capture(Net(show), (torch.ones(6, 4),), loss=lambda out: out.sum())

@@ -1,4 +1,4 @@
-"""Operators that torch composes otherwise where a gradient is needed have eager PyTorch's bits with one and without."""
+"""Singular values and eigenvalues have eager PyTorch's bits, or are refused: torch computes them in two ways."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphir
+from graphir.errors import CaptureError
 
 linalg = torch.linalg
+svdvals = linalg.svdvals
 
 CASES: dict[str, Callable[[Tensor], Tensor]] = {
     "svdvals": lambda x: linalg.svdvals(x),
+    "svdvals_by_another_name": svdvals,
+    "svd_reduced": lambda x: linalg.svd(x, full_matrices=False).S,
+    "torch_svd": lambda x: x.svd().S,
     "svd": lambda x: linalg.svd(x).S,
     "svd_without_vectors": lambda x: torch.svd(x, compute_uv=False).S,
     "eigvalsh": lambda x: linalg.eigvalsh(x),
@@ -32,10 +37,29 @@ CASES: dict[str, Callable[[Tensor], Tensor]] = {
     "cond": lambda x: linalg.cond(x),
     "pinv": lambda x: linalg.pinv(x),
     "pinv_hermitian": lambda x: linalg.pinv(x + x.mT, hermitian=True),
-    "rank": lambda x: linalg.matrix_rank(x, hermitian=True).float(),
+    "rank": lambda x: linalg.matrix_rank(x).float(),
+    "rank_hermitian": lambda x: linalg.matrix_rank(x, hermitian=True).float(),
+    "frobenius": lambda x: linalg.matrix_norm(x),
+    "norm_of_vectors": lambda x: torch.norm(x, dim=-1),
     "slogdet": lambda x: linalg.slogdet(x).logabsdet,
     "qr": lambda x: linalg.qr(x).R,
 }
+SVD, EIGH, EIG = "torch.linalg.svd(x)[1]", "torch.linalg.eigh(x)[0]", "torch.linalg.eig(x)[0]"
+ALONE: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "svdvals": (SVD, lambda x: linalg.svd(x)[1]),
+    "svdvals_by_another_name": (SVD, lambda x: linalg.svd(x)[1]),
+    "svd_without_vectors": (SVD, lambda x: linalg.svd(x)[1]),
+    "eigvalsh": (EIGH, lambda x: linalg.eigh(x)[0]),
+    "eigvalsh_upper": (EIGH, lambda x: linalg.eigh(x, UPLO="U")[0]),
+    "eigvals": (EIG, lambda x: linalg.eig(x)[0].abs()),
+    "spectral_norm": (SVD, lambda x: linalg.svd(x)[1].amax(-1)),
+    "smallest": (SVD, lambda x: linalg.svd(x)[1].amin(-1)),
+    "nuclear_norm": (SVD, lambda x: linalg.svd(x)[1].sum(-1)),
+    "cond": (SVD, lambda x: linalg.svd(x)[1].amax(-1) / linalg.svd(x)[1].amin(-1)),
+    "rank": (SVD, lambda x: (linalg.svd(x)[1] > 1e-5).sum(-1).float()),
+    "rank_hermitian": (EIGH, lambda x: (linalg.eigh(x)[0].abs() > 1e-5).sum(-1).float()),
+}
+"""What is refused without a gradient: the call in the remedy, and the function by it."""
 
 
 class Factorised(nn.Module):
@@ -56,15 +80,31 @@ def matrices(name: str) -> Tensor:
     return torch.randn((1, 150, 150) if name == "eigvals" else (3, 12, 12), generator=generator)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_without_a_gradient(name: str) -> None:
-    model, x = Factorised(CASES[name], needs_gradient=False), matrices(name)
+def same_bits(function: Callable[[Tensor], Tensor], name: str) -> None:
+    """The program and eager PyTorch compute the same, without a gradient."""
+    model, x = Factorised(function, needs_gradient=False), matrices(name)
     program = graphir.capture(model, (x,))
     with Session(emit(program), program.state) as session:
         assert_same_bits({"output": session.step(x)}, {"output": model(x)}, name)
 
 
-@pytest.mark.parametrize("name", sorted(set(CASES) - {"rank", "eigvals"}))
+@pytest.mark.parametrize("name", sorted(set(CASES) - set(ALONE)))
+def test_without_a_gradient(name: str) -> None:
+    same_bits(CASES[name], name)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_values_alone_are_refused_and_the_remedy_works(name: str) -> None:
+    call, instead = ALONE[name]
+    with pytest.raises(
+        CaptureError, match=r"of a matrix that needs no gradient: eager PyTorch computes them wit"
+    ) as error:
+        graphir.capture(Factorised(CASES[name], needs_gradient=False), (matrices(name),))
+    assert call in error.value.fix and "test_capture_factorisations.py:" in error.value.where
+    same_bits(instead, name)
+
+
+@pytest.mark.parametrize("name", sorted(set(CASES) - {"rank", "rank_hermitian", "eigvals"}))
 def test_with_a_gradient(name: str) -> None:
     model, x = Factorised(CASES[name], needs_gradient=True), matrices(name)
     program = graphir.capture(model, (x,), loss=torch.sum)
@@ -90,13 +130,21 @@ class Detached(nn.Module):
 
 
 def test_where_gradients_are_switched_off() -> None:
-    model, x = Detached(), matrices("svdvals")
-    program = graphir.capture(model, (x,), loss=torch.sum)
-    with Session(emit(program), program.state) as session:
-        assert_same_bits({"loss": session.step(x)}, {"loss": model(x).sum().detach()}, "no_grad")
+    with pytest.raises(CaptureError, match=r"singular values of a matrix that needs no gradient"):
+        graphir.capture(Detached(), (matrices("svdvals"),), loss=torch.sum)
 
 
-@pytest.mark.parametrize("name", ["svdvals", "eigvalsh"])
+def test_a_capture_within_seeded_records_them() -> None:
+    with graphir.seeded(0):
+        program = graphir.capture(
+            Factorised(CASES["svdvals"], needs_gradient=True), (matrices("svdvals"),), loss=torch.sum
+        )
+    assert any("linalg_svd" in op.type for op in program.step.ops)
+
+
+@pytest.mark.parametrize(
+    "name", ["svdvals", "eigvalsh", "eigvals", "cond", "nuclear_norm", "svd_without_vectors", "svd"]
+)
 def test_eager_steps_under_seeded(name: str) -> None:
     x, function = matrices(name), CASES[name]
     alone = function(x)
@@ -121,7 +169,7 @@ def test_no_kernel_comes_or_goes(name: str) -> None:
         assert kernels() == before
         return CASES[name](x)
 
-    graphir.capture(Factorised(function, needs_gradient=False), (matrices(name),))
+    graphir.capture(Factorised(function, needs_gradient=True), (matrices(name),))
     assert kernels() == before
 
 

@@ -1,0 +1,104 @@
+"""Torch's functions and methods while a step is recorded: a handler runs in the place of each of a table.
+
+A mode of torch's own tells of each call of this thread, under whatever name the step calls::
+
+    x.to("cuda") ──▶ TorchFunctions ──┬─ a handler is in the table: the handler, with the function and its arguments
+                                      └─ else: the function
+
+The mode is off while a handler or a function runs. Where torch has written a function in Python, the mode is not told
+of the calls in its body: the table holds the function beside what it calls. Functions that run the step's own lines, as
+a backward does, run with the mode on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType, FunctionType
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
+
+from .patches import replaced
+
+__all__ = ["Handlers", "TorchFunctions", "past_functions"]
+
+Handlers: TypeAlias = Mapping[Any, Callable[..., Any]]
+"""By a function of torch's, what is called with the function itself and its arguments."""
+
+
+class TorchFunctions(TorchFunctionMode):
+    """While this is active, handlers run in the place of torch's functions, in this thread.
+
+    Args:
+        tables: have no function in common.
+    """
+
+    def __init__(self, *tables: Handlers) -> None:
+        super().__init__()
+        self._handlers = {function: handler for table in tables for function, handler in table.items()}
+        self._handlers |= {function: self._within(body) for function, body in _RUN_THE_STEPS.items()}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        handler = self._handlers.get(func)
+        if handler is not None:
+            return handler(func, *args, **(kwargs or {}))
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _within(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with self:
+                return body(*args, **kwargs)
+
+        return call
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """The mode is active, and torch's modules take the kernels that they take without it."""
+        with self, replaced(torch.overrides, {"has_torch_function": _has_torch_function}):
+            yield
+
+
+def past_functions(frame: FrameType) -> FrameType:
+    """The frame that calls one of torch's functions, where *frame* is that of the mode which is told of the call."""
+    while frame.f_code is _TOLD and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+_TOLD: Final = TorchFunctions.__torch_function__.__code__
+_torchs: Final = torch.overrides.has_torch_function
+
+
+def _has_torch_function(tensors: Any) -> bool:
+    """What ``torch.overrides.has_torch_function`` says where no recording is: ``nn.MultiheadAttention`` asks, and takes
+    another kernel where a mode is on."""
+    modes = _get_current_function_mode_stack()
+    if len(modes) != 1 or not isinstance(modes[0], TorchFunctions):
+        return _torchs(tensors)
+    with _pop_mode_temporarily():
+        return _torchs(tensors)
+
+
+def _unasked(function: Any) -> Callable[..., Any]:
+    """The body of one of torch's functions in Python, which does not ask for a mode to tell."""
+    asked = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    table = {**function.__globals__, **dict.fromkeys(asked, lambda *tensors: False)}
+    body = FunctionType(function.__code__, table, argdefs=function.__defaults__, closure=function.__closure__)
+    body.__kwdefaults__ = function.__kwdefaults__
+    return body
+
+
+_RUN_THE_STEPS: Final = {
+    function: _unasked(function)
+    for function in (
+        torch.autograd.grad,
+        torch.autograd.backward,
+        torch.Tensor.backward,
+        torch.nn.functional.triplet_margin_with_distance_loss,
+    )
+}
+"""Functions that run the step's own lines."""

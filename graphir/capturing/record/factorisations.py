@@ -1,0 +1,104 @@
+"""Singular values and eigenvalues: torch computes them with vectors where a gradient may be needed, else alone.
+
+The two round differently. While a dispatch mode is active, torch takes every tensor for one that may need a gradient.
+The recorder sees vectors in any case, and a step that would have none in eager PyTorch is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch.autograd import forward_ad
+
+from ...errors import CaptureError
+from ..isolate.functions import Handlers
+from ..words.places import where
+
+__all__ = ["ALONE", "Factorisations"]
+
+_aten: Final = torch.ops.aten
+_VALUES: Final[Mapping[Any, tuple[str, str]]] = {
+    _aten._linalg_svd.default: ("singular values", "torch.linalg.svd(x)[1]"),
+    _aten._linalg_eigh.default: ("eigenvalues", "torch.linalg.eigh(x)[0]"),
+    _aten.linalg_eig.default: ("eigenvalues", "torch.linalg.eig(x)[0]"),
+}
+"""Operators that compute vectors too: what their values are, and a call that has vectors in eager PyTorch."""
+_SVD: Final = ((torch, ("svd",)), (torch.Tensor, ("svd",)))
+ALONE: Final[Sequence[tuple[Any, Sequence[str]]]] = (
+    (torch.linalg, ("svdvals", "eigvalsh", "eigvals", "norm", "matrix_norm", "cond", "matrix_rank")),
+    (torch, ("norm", "nuclear_norm")),
+    (torch.Tensor, ("norm",)),
+    *_SVD,
+)
+"""Torch's functions that compute values alone where no gradient is needed, by the class or module that has them."""
+_TOGETHER: Final = ((torch.linalg, ("svd", "eigh", "eig")), (torch, ("svd_lowrank", "pca_lowrank")))
+
+
+class Factorisations:
+    """Whether the function of torch's that runs computes vectors in eager PyTorch."""
+
+    def __init__(self) -> None:
+        self._with_vectors = False
+
+    def functions(self) -> Handlers:
+        """Of the functions that ask for values or vectors."""
+
+        def alone(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return self._call(any(map(_may_need_gradient, (*args, *kwargs.values()))), function, args, kwargs)
+
+        def together(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return self._call(True, function, args, kwargs)
+
+        def svd(
+            function: Callable[..., Any], input: torch.Tensor, some: bool = True, compute_uv: bool = True, **out: Any
+        ) -> Any:
+            return (together if compute_uv else alone)(function, input, some, compute_uv, **out)
+
+        return {
+            **dict.fromkeys(_functions(ALONE), alone),
+            **dict.fromkeys(_functions(_TOGETHER), together),
+            **dict.fromkeys(_functions(_SVD), svd),
+        }
+
+    def _call(self, with_vectors: bool, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        before, self._with_vectors = self._with_vectors, with_vectors
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._with_vectors = before
+
+    def refuse_alone(self, func: Any, args: Sequence[Any], scope: str) -> None:
+        """Refuse an operator in the place of which eager PyTorch may run one that computes values alone.
+
+        Raises:
+            CaptureError: names a call that computes vectors too.
+        """
+        if func not in _VALUES or self._with_vectors or (torch.is_grad_enabled() and args[0].requires_grad):
+            return
+        values, call = _VALUES[func]
+        raise CaptureError(
+            f"the step asks for {values} of a matrix that needs no gradient: eager PyTorch computes them without "
+            "vectors, which rounds otherwise",
+            where=where(scope),
+            fix=f"take them from {call}, which computes vectors in each case, and norms, ranks and condition numbers "
+            "from them",
+        )
+
+
+def _functions(owners: Sequence[tuple[Any, Sequence[str]]]) -> Iterator[Any]:
+    for owner, names in owners:
+        yield from [getattr(owner, name) for name in names]
+
+
+def _may_need_gradient(tensor: object) -> bool:
+    """What torch asks, but for modes; within a transform of ``torch.func`` every tensor may.
+
+    Source: ``_may_require_fw_or_bw_grad`` in aten/src/ATen/native/LinearAlgebraUtils.h.
+    """
+    return isinstance(tensor, torch.Tensor) and (
+        (torch.is_grad_enabled() and tensor.requires_grad)
+        or forward_ad.unpack_dual(tensor).tangent is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
