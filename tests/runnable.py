@@ -126,4 +126,4 @@ def short_searches(monkeypatch: pytest.MonkeyPatch, evaluations: int) -> None:
     def build(cls: Any, **options: Any) -> passes.Pass:
         return passes.build(cls, **({"evaluations": evaluations} if cls is passes.Balance else {}), **options)
 
-    monkeypatch.setattr("graphir.placing.build", build)
+    monkeypatch.setattr("graphir.facade.placing.build", build)
