@@ -16,10 +16,11 @@ from graphir.passes import Pipeline
 from hostile import HOSTILE, mutated, refused
 
 import graphir
-from graphir import caffe2, cli
+from graphir import caffe2
 from graphir.analysis.profile_files import add
 from graphir.analysis.profiles import Measured, Profile, machine
 from graphir.errors import GraphirError, ParseError
+from graphir.facade import cli
 from graphir.ir.files import disk
 
 TEXTS = [
