@@ -33,7 +33,6 @@ __all__ = [
     "Made",
     "Result",
     "Returned",
-    "args_key",
     "described",
     "forget",
     "infer",
@@ -83,11 +82,8 @@ Inputs: TypeAlias = Sequence[Geometry | None]
 _MOST_KEPT: Final = 100_000
 """Answers; a step of thousands of different operators has tens of thousands."""
 _kept: Final[dict[tuple[Any, ...], Any]] = {}
-
-
-def kept(key: tuple[Any, ...]) -> Any:
-    """The answer kept under *key*; None where there is none."""
-    return _kept.get(key)
+kept: Final = _kept.get
+"""The answer kept under a key; None where there is none."""
 
 
 def keep(key: tuple[Any, ...], found: Any) -> None:
@@ -149,9 +145,9 @@ def infer(op: Operator, inputs: Inputs, dims: Dims) -> Inferred:
         GraphirError: a dimension has no value, or torch does not have the operator.
     """
     op_type, op_args, outputs = op.type, op.args, len(op.outputs)
-    args = args_key(op_args, dims) if op_args else ()
+    args = _args_key(op_args, dims) if op_args else ()
     key = (op_type, args, op.operands, op.results, outputs, *inputs)
-    found: Inferred | None = _kept.get(key)
+    found: Inferred | None = kept(key)
     if found is None:
         found = _infer(op, inputs, {name: bind_arg(arg, dims) for name, arg in op_args.items()})
         if is_known(op_type):  # another may be registered yet
@@ -159,7 +155,7 @@ def infer(op: Operator, inputs: Inputs, dims: Dims) -> Inferred:
     return found
 
 
-def args_key(args: Mapping[str, Arg], dims: Dims) -> tuple[Any, ...]:
+def _args_key(args: Mapping[str, Arg], dims: Dims) -> tuple[Any, ...]:
     """The arguments as a hashable value that tells apart what torch does, and Python's ``==`` does not."""
     key: list[Any] = []
     for name, arg in args.items():

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...errors import CaptureError
 from ...ir.geometry import Geometry
-from ...ir.infer import Made, Result, Returned, args_key, described, keep, kept
+from ...ir.infer import Made, Result, Returned, described, keep, kept
 from ...ir.meta import fresh_fake_mode, rule_of
 from ..isolate.cuda_casts import opens_cells
 from ..words.places import where
@@ -77,7 +77,8 @@ class Results:
         if not form.repeats:
             return rule_of(form.type)(*args, **kwargs)
         setting = torch.get_default_dtype(), *self._surroundings
-        key = (form.func, bound.operands, args_key(bound.args, {}), setting, *geometries)
+        # The text of the arguments tells 1, 1.0 and True apart, and 0.0 and -0.0.
+        key = (form.func, bound.operands, repr(bound.args), setting, *geometries)
         known: Returned | None = kept(key)
         if known is None:
             out = rule_of(form.type)(*args, **kwargs)
@@ -85,23 +86,22 @@ class Results:
             if known is not None:
                 keep(key, known)
             return out
-        made = [self._made(result, bound.tensors) for result in known.results]
-        return made[0] if known.kind is None else known.kind(made)
+        kind, results = known
+        if kind is None:
+            return self._made(results[0], bound.tensors)
+        return kind([self._made(result, bound.tensors) for result in results])
 
     def empty(self, geometry: Geometry) -> torch.Tensor:
         """A fake tensor with memory of its own."""
-        return self._fake(Made(geometry, None), ())
+        return self._made(Made(geometry, None), ())  # type: ignore[return-value]
 
     def _made(self, result: Result, operands: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        if isinstance(result, Made):
-            return self._fake(result, operands)
-        return None if result is None else operands[result]
-
-    def _fake(self, made: Made, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-        shape, strides, offset, dtype, *_ = made.geometry
+        if type(result) is not Made:
+            return None if result is None else operands[result]  # type: ignore[index]
+        (shape, strides, offset, dtype, _, _), source = result
         with torch._C._DisableTorchDispatch():
-            if made.source is not None:
-                elem = torch.as_strided(operands[made.source], shape, strides, offset)
+            if source is not None:
+                elem = torch.as_strided(operands[source], shape, strides, offset)
             else:
                 elem = torch.empty_strided(shape, strides, dtype=dtype, device=_META)
             fake = torch.Tensor._make_subclass(
