@@ -120,13 +120,14 @@ class Witness:
             raise self._refusal(changed)
         at = dict(zip(captured, self._point(dims), strict=True))
         try:
-            return self._read(
-                at,
-                lambda step, recording: program_at_one_size(
-                    step, recording, at, self._program, self._outline, self._holds
-                ),
-                named=True,
-            )
+            with self._alone(self._step.model):
+                return self._read(
+                    at,
+                    lambda step, recording: program_at_one_size(
+                        step, recording, at, self._program, self._outline, self._holds
+                    ),
+                    named=True,
+                )
         except CaptureError as e:
             raise self._refusal(_unrecordable(at, e)) from None
 
@@ -155,11 +156,16 @@ class Witness:
         return tuple([dims.get(dim, captured) for dim, captured in self._step.arguments.dims.items()])
 
     def _compared(self, dims: Dims) -> _Difference | None:
-        """Record the step at these sizes; why it is not the program's, if it is not."""
-        try:
-            return self._read(dims, lambda step, recording: self._compare(recording, dims))
-        except CaptureError as e:
-            return _unrecordable(dims, e)
+        """Record the step at these sizes; why it is not the program's, if it is not.
+
+        Raises:
+            CaptureError: another thread runs the module.
+        """
+        with self._alone(self._step.model):
+            try:
+                return self._read(dims, lambda step, recording: self._compare(recording, dims))
+            except CaptureError as e:
+                return _unrecordable(dims, e)
 
     def _read(self, dims: Dims, read: Callable[[Step, Recording], _T], named: bool = False) -> _T:
         """What is read of the step as it is now, recorded at these sizes.
@@ -168,7 +174,7 @@ class Witness:
             CaptureError: no program can express the step.
         """
         model = self._step.model
-        with self._alone(model), self._modes.held():
+        with self._modes.held():
             allowed, caches = AllowedChanges(model, self._allowed), Caches()
             step = self._step._replace(
                 state=read_state(model, hooked=self._step.loss is None),
