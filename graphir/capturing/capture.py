@@ -23,12 +23,11 @@ from .intake.options import read_options, refuse_loss, refuse_model, refuse_outp
 from .intake.snapshots import snapshots
 from .intake.state import ModelState, overlaps, read_state
 from .isolate.alone import run_here_alone
-from .isolate.attributes import AllowedChanges, attributes_of
+from .isolate.attributes import AllowedChanges, Attributes
 from .isolate.autocast import Target
 from .isolate.caches import Caches
 from .isolate.compilers import compiled_run_as_written
 from .isolate.patches import LOCK
-from .isolate.python_random import RandomState
 from .program.build import build_program
 from .program.caveats import caveats_of
 from .sizes.follow import follow_dims
@@ -160,8 +159,7 @@ def capture(
             positions=positions,
             output=output,
             allowed=allowed,
-            attributes=attributes_of(model, allowed),
-            random=RandomState(),
+            attributes=Attributes(model, allowed),
             shared=_shared(state, arguments),
             caches=Caches(),
             options=options,
@@ -169,7 +167,8 @@ def capture(
             trained=trained,
         )
         try:
-            program, outline, recorded = _program_of(step, name or type(model).__name__.lower(), optimizer, groups)
+            with step.attributes.restored():
+                program, outline, recorded = _program_of(step, name or type(model).__name__.lower(), optimizer, groups)
         finally:
             step.caches.leave()
         step.caches.check()

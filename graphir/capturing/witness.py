@@ -27,16 +27,16 @@ from ..ir.tensor import same_bits
 from ..ir.text import operator_text
 from .intake.arguments import Arguments
 from .intake.state import ModelState, has_data, read_state
-from .isolate.attributes import AllowedChanges, attributes_of
+from .isolate.attributes import AllowedChanges, Attributes
 from .isolate.caches import Caches
 from .isolate.modes import Modes
-from .isolate.python_random import RandomState
 from .program.one_size import program_at_one_size
 from .record.values import Call, Value
 from .sizes.fit import is_floating_anyway
+from .step.again import run_until_alike
 from .step.comparison import Outline, outcome
 from .step.recorded_step import Recording
-from .step.recording import Step, record
+from .step.recording import Step
 from .words.places import described, where
 
 __all__ = ["Witness"]
@@ -76,7 +76,7 @@ class Witness:
         recorded: Iterable[Dims],
         alone: Callable[[torch.nn.Module], AbstractContextManager[None]],
     ) -> None:
-        self._step = step._replace(state=_NO_STATE, arguments=_without_data(step.arguments), attributes=())
+        self._step = step._replace(state=_NO_STATE, arguments=_without_data(step.arguments))
         self._allowed, self._alone, blobs = tuple(allowed), alone, program.step.blobs
         compared = {k: t for k, t in program.state.items() if k in blobs and blobs[k].role == "constant"}
         self._program, self._outline = program.with_(state=compared), outline
@@ -92,6 +92,7 @@ class Witness:
 
         Raises:
             CoverageError: says which operator is another one.
+            CaptureError: another thread runs the module, so that it can't be recorded now.
         """
         point = self._point(dims)
         if point not in self._found:
@@ -179,12 +180,12 @@ class Witness:
             step = self._step._replace(
                 state=read_state(model, hooked=self._step.loss is None),
                 allowed=allowed,
-                attributes=attributes_of(model, allowed),
-                random=RandomState(),
+                attributes=Attributes(model, allowed),
                 caches=caches,
             )
             try:
-                found = _read(step, dims, read, named)
+                with step.attributes.restored():
+                    found = _read(step, dims, read, named)
             finally:
                 caches.leave()
             caches.check()  # once nothing holds the recording
@@ -267,7 +268,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _read(step: Step, dims: Dims, read: Callable[[Step, Recording], _T], named: bool) -> _T:
-    recording = record(step, dims, named=named)
+    recording = run_until_alike(step, dims, named=named)
     try:
         return read(step, recording)
     finally:

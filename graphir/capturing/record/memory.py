@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import CaptureError
 from ..isolate.patches import replaced
-from ..words.places import Broken, where
+from ..words.places import where
 from .values import Alias, Replay, Store, Value
 
 __all__ = ["Memory"]
@@ -50,7 +50,7 @@ class Memory:
         """While this is active, ``x.data = …`` raises if that gives a tensor that was seen other memory.
 
         Raises:
-            Broken: it does.
+            CaptureError: it does.
         """
         data = torch.Tensor.data
 
@@ -67,7 +67,7 @@ class Memory:
         """Raise where a tensor that was seen looks at other memory now.
 
         Raises:
-            Broken: it was exchanged by other means than ``x.data = …``, or where nobody heard of it.
+            CaptureError: it was exchanged by other means than ``x.data = …``, or where nobody heard of it.
         """
         for alias in self:
             if alias.is_exchanged:
@@ -135,11 +135,10 @@ class Memory:
         return alias
 
 
-def _exchanged(alias: Alias) -> Broken:
+def _exchanged(alias: Alias) -> CaptureError:
     value = alias.value
     what = f"{value.kind} {value.label!r}" if value.kind else f"what {value.label!r} made"
-    return Broken(
-        "memory",
+    return CaptureError(
         f"the step gives {what} other memory (.data = …), which no operator tells",
         fix="overwrite the values (x.copy_(value), under torch.no_grad() for a parameter), or make a new tensor",
     )
