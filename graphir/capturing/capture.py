@@ -22,14 +22,12 @@ from .intake.optimizers import Group, read_optimizer, with_forms_of_cuda
 from .intake.options import read_options, refuse_loss, refuse_model, refuse_output
 from .intake.snapshots import snapshots
 from .intake.state import ModelState, overlaps, read_state
-from .isolate.attributes import AllowedChanges, attributes_of
+from .isolate.alone import run_here_alone
+from .isolate.attributes import AllowedChanges, Attributes
 from .isolate.autocast import Target
 from .isolate.caches import Caches
 from .isolate.compilers import compiled_run_as_written
-from .isolate.gate import shut
 from .isolate.patches import LOCK
-from .isolate.python_random import RandomState
-from .isolate.recorded import is_recorded
 from .program.build import build_program
 from .program.caveats import caveats_of
 from .sizes.follow import follow_dims
@@ -161,8 +159,7 @@ def capture(
             positions=positions,
             output=output,
             allowed=allowed,
-            attributes=attributes_of(model, allowed),
-            random=RandomState(),
+            attributes=Attributes(model, allowed),
             shared=_shared(state, arguments),
             caches=Caches(),
             options=options,
@@ -170,10 +167,8 @@ def capture(
             trained=trained,
         )
         try:
-            with snapshots(state.tensors) as copies:
-                program, outline, recorded = _program_of(
-                    step, copies, name or type(model).__name__.lower(), optimizer, groups
-                )
+            with step.attributes.restored():
+                program, outline, recorded = _program_of(step, name or type(model).__name__.lower(), optimizer, groups)
         finally:
             step.caches.leave()
         step.caches.check()
@@ -203,7 +198,7 @@ def _capturing(model: torch.nn.Module) -> Iterator[None]:
     fork_waits_for(LOCK, _alone)  # a forked process would be in the capture for ever
     with (
         _alone,
-        shut(model, is_recorded),
+        run_here_alone(model),
         collector_paused(),
         torch.inference_mode(False),
         torch.set_grad_enabled(with_gradients),
@@ -221,7 +216,6 @@ def _shared(state: ModelState, arguments: Arguments) -> Mapping[str, str]:
 
 def _program_of(
     step: Step,
-    copies: Callable[[], dict[str, torch.Tensor]],
     name: str,
     optimizer: torch.optim.Optimizer | None,
     groups: Sequence[Group],
@@ -232,7 +226,7 @@ def _program_of(
     program, named = build_program(
         step,
         followed,
-        copies,
+        snapshots(step.state.tensors),
         name=name,
         optimizer=type(optimizer).__name__ if optimizer is not None else "",
         groups=with_forms_of_cuda(groups) if step.target.is_cuda else groups,

@@ -27,16 +27,16 @@ from ..ir.tensor import same_bits
 from ..ir.text import operator_text
 from .intake.arguments import Arguments
 from .intake.state import ModelState, has_data, read_state
-from .isolate.attributes import AllowedChanges, attributes_of
+from .isolate.attributes import AllowedChanges, Attributes
 from .isolate.caches import Caches
 from .isolate.modes import Modes
-from .isolate.python_random import RandomState
 from .program.one_size import program_at_one_size
 from .record.values import Call, Value
 from .sizes.fit import is_floating_anyway
+from .step.again import run_until_alike
 from .step.comparison import Outline, outcome
 from .step.recorded_step import Recording
-from .step.recording import Step, record
+from .step.recording import Step
 from .words.places import described, where
 
 __all__ = ["Witness"]
@@ -76,7 +76,7 @@ class Witness:
         recorded: Iterable[Dims],
         alone: Callable[[torch.nn.Module], AbstractContextManager[None]],
     ) -> None:
-        self._step = step._replace(state=_NO_STATE, arguments=_without_data(step.arguments), attributes=())
+        self._step = step._replace(state=_NO_STATE, arguments=_without_data(step.arguments))
         self._allowed, self._alone, blobs = tuple(allowed), alone, program.step.blobs
         compared = {k: t for k, t in program.state.items() if k in blobs and blobs[k].role == "constant"}
         self._program, self._outline = program.with_(state=compared), outline
@@ -92,6 +92,7 @@ class Witness:
 
         Raises:
             CoverageError: says which operator is another one.
+            CaptureError: another thread runs the module, so that it can't be recorded now.
         """
         point = self._point(dims)
         if point not in self._found:
@@ -120,13 +121,14 @@ class Witness:
             raise self._refusal(changed)
         at = dict(zip(captured, self._point(dims), strict=True))
         try:
-            return self._read(
-                at,
-                lambda step, recording: program_at_one_size(
-                    step, recording, at, self._program, self._outline, self._holds
-                ),
-                named=True,
-            )
+            with self._alone(self._step.model):
+                return self._read(
+                    at,
+                    lambda step, recording: program_at_one_size(
+                        step, recording, at, self._program, self._outline, self._holds
+                    ),
+                    named=True,
+                )
         except CaptureError as e:
             raise self._refusal(_unrecordable(at, e)) from None
 
@@ -155,11 +157,16 @@ class Witness:
         return tuple([dims.get(dim, captured) for dim, captured in self._step.arguments.dims.items()])
 
     def _compared(self, dims: Dims) -> _Difference | None:
-        """Record the step at these sizes; why it is not the program's, if it is not."""
-        try:
-            return self._read(dims, lambda step, recording: self._compare(recording, dims))
-        except CaptureError as e:
-            return _unrecordable(dims, e)
+        """Record the step at these sizes; why it is not the program's, if it is not.
+
+        Raises:
+            CaptureError: another thread runs the module.
+        """
+        with self._alone(self._step.model):
+            try:
+                return self._read(dims, lambda step, recording: self._compare(recording, dims))
+            except CaptureError as e:
+                return _unrecordable(dims, e)
 
     def _read(self, dims: Dims, read: Callable[[Step, Recording], _T], named: bool = False) -> _T:
         """What is read of the step as it is now, recorded at these sizes.
@@ -168,17 +175,17 @@ class Witness:
             CaptureError: no program can express the step.
         """
         model = self._step.model
-        with self._alone(model), self._modes.held():
+        with self._modes.held():
             allowed, caches = AllowedChanges(model, self._allowed), Caches()
             step = self._step._replace(
                 state=read_state(model, hooked=self._step.loss is None),
                 allowed=allowed,
-                attributes=attributes_of(model, allowed),
-                random=RandomState(),
+                attributes=Attributes(model, allowed),
                 caches=caches,
             )
             try:
-                found = _read(step, dims, read, named)
+                with step.attributes.restored():
+                    found = _read(step, dims, read, named)
             finally:
                 caches.leave()
             caches.check()  # once nothing holds the recording
@@ -263,7 +270,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _read(step: Step, dims: Dims, read: Callable[[Step, Recording], _T], named: bool) -> _T:
-    recording = record(step, dims, named=named)
+    recording = run_until_alike(step, dims, named=named)
     try:
         return read(step, recording)
     finally:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -33,7 +34,7 @@ from .calls import Call, TooFewRows, Unfit, read_call
 from .devices import places_of_ids
 from .plans import Plans, Replicas
 
-__all__ = ["CompiledReplicas"]
+__all__ = ["CompiledReplicas", "lock_of"]
 
 _MOST_KINDS: Final = 8
 """How many kinds of calls have plans; those not used for longest make room."""
@@ -50,6 +51,17 @@ _TWICE: Final = 4
 _OTHER_KINDS: Final = "calls are of other kinds again and again, by shapes, numbers among the arguments, or modes"
 _OTHER_OUTPUTS: Final = "gradients come for other outputs again and again"
 _RUN_TWICE: Final = "its backward runs them once more each time, for gradients of gradients or for other outputs"
+
+
+_locks: Final[WeakKeyDictionary[torch.nn.Module, Any]] = WeakKeyDictionary()
+
+
+def lock_of(module: torch.nn.Module) -> Any:
+    """The lock that is held while a module is captured or its plans run, and while it is copied for eager replicas.
+
+    What a capture has not put back yet would be in the copies.
+    """
+    return _locks.setdefault(module, threading.RLock())
 
 
 class CompiledReplicas:
@@ -92,7 +104,7 @@ class CompiledReplicas:
         self._cache: PlanCache[_Kind] = PlanCache({"": module}, _MOST_KINDS, allowed, in_place=True)
         self._told: set[str] = set()
         self._captures = _Captures()
-        self._lock = threading.RLock()
+        self._lock = lock_of(module)
         follow_forks()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch import nn
 from ..capturing.isolate.attributes import AllowedChanges
 from ..capturing.record.seeds import active_ids
 from .apply import apply_replicas
-from .compiled import CompiledReplicas
+from .compiled import CompiledReplicas, lock_of
 from .devices import Binding, DeviceId, device_id, ids_of, places_of_ids
 from .errors import ReplicationRuntimeError, ReplicationTypeError, ReplicationValueError
 from .gather import gather
@@ -159,7 +159,8 @@ class DataParallel(nn.DataParallel[Any]):
             busy = shares_with_rows(args, named, self.dim)
             if self.idle == "skip":
                 args, named = args[:busy], named[:busy]
-            replicas = self.replicate(self.module, self.device_ids[: len(args)])
+            with lock_of(self.module):
+                replicas = self.replicate(self.module, self.device_ids[: len(args)])
             try:
                 outputs = self.parallel_apply(replicas, args, named)
             except TypeError as e:

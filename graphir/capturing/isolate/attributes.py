@@ -1,19 +1,13 @@
-"""What modules keep besides parameters and buffers: a step that changes it is noticed, and all of it put back."""
+"""What modules keep besides parameters and buffers: a step that changes it is noticed, and all of it put back.
+
+Looked into are attributes of modules and of objects of users' classes, and the lists, dicts, sets, deques and tuples in
+them. What other objects keep shows where it makes the next recording another one, and stays as recordings leave it.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import random
-import sys
-import threading
-from argparse import Namespace
-from array import array
-from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from functools import partial
-from operator import is_
-from types import BuiltinMethodType, MemberDescriptorType, MethodType, MethodWrapperType, SimpleNamespace
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -22,35 +16,20 @@ from torch.utils import _pytree as pytree
 from ...errors import CaptureError, nearest
 from ...ir.geometry import geometry_of
 from ..words.libraries import Outside
-from ..words.places import Broken, where
+from ..words.places import where
+from .containers import CONTAINERS, PLAIN, altered_keys, fields, fill, has_tensor, is_untouched, items_of, named, same
 
 __all__ = [
     "TABLES",
     "AllowedChanges",
     "Attributes",
     "Change",
-    "attributes_of",
-    "fields",
-    "has_fields",
-    "is_pythons",
-    "is_users",
-    "is_written_in_python",
     "names_of_attributes",
     "settled",
 ]
 
-_CONTAINERS: Final = (list, dict, set, deque)
 TABLES: Final = ("_parameters", "_buffers")
 """Attributes of every module that hold its tensors, not attributes of its author's."""
-_BUFFERS: Final = (bytearray, array)
-_METHODS: Final = (MethodType, BuiltinMethodType, MethodWrapperType)
-_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
-_HOLDERS: Final = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, threading.local)
-"""Classes of Python's own whose objects hold what a user puts there."""
-_TORCHS: Final = ("torch.distributions.", "torch.nn.")
-"""Where torch's classes are whose objects have attributes like those of users' classes."""
-_KNOWN: Final = (*_PLAIN, *_CONTAINERS, tuple, torch.Tensor)
-"""Types whose values can be compared. Whether two other objects mean the same can't be seen."""
 
 
 class AllowedChanges:
@@ -122,7 +101,7 @@ class Change(NamedTuple):
     """
 
     attribute: str
-    complaint: Broken
+    complaint: CaptureError
     left: bool
     value: Any
 
@@ -140,35 +119,91 @@ def _alike(a: Any, b: Any) -> bool:
     return spec == other_spec and all(
         geometry_of(x) == geometry_of(y)
         if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)
-        else type(x) is type(y) and (x is y or (isinstance(x, _PLAIN) and x == y))
+        else type(x) is type(y) and (x is y or (isinstance(x, PLAIN) and x == y))
         for x, y in zip(leaves, others, strict=True)
     )
 
 
 class _Held(NamedTuple):
-    """A container that an attribute holds, itself or through other containers, and what was in it.
+    """A container that an attribute holds, itself or through others, and what was in it.
 
     Attributes:
         attribute: of the module.
         private: whether that attribute is private, or one of an object on the way to the container.
+        holder: the container; or an object, whose attributes are the container.
         container: itself.
-        contents: as :func:`_contents` gives them.
+        contents: as :func:`.containers.items_of` gives them.
     """
 
     attribute: str
     private: bool
+    holder: Any
     container: Any
     contents: list[Any]
 
 
 class Attributes:
-    """The attributes of a module as they are now, with the contents of lists, dicts, sets and deques among them.
+    """What the modules of a model keep, as a capture finds it and as the last recording left it.
 
     Args:
-        path: of the module in the model.
-        module: the module.
+        model: the module.
         allowed: attributes that may change.
     """
+
+    def __init__(self, model: torch.nn.Module, allowed: AllowedChanges) -> None:
+        self._model, self._allowed = model, allowed
+        self._now: Sequence[_OfModule] = self._looked_at()
+
+    def _looked_at(self) -> Sequence[_OfModule]:
+        return [_OfModule(path, module, self._allowed) for path, module in self._model.named_modules()]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Afterwards all is what it is now, and nothing is noted any more."""
+        before = self._now
+        try:
+            yield
+        finally:
+            self._now = before
+            self.put_back()
+            self._now = ()
+
+    @contextlib.contextmanager
+    def restored_if_it_fails(self) -> Iterator[None]:
+        """After an error all is what it is now."""
+        before = self._now
+        try:
+            yield
+        except BaseException:
+            self._now = before
+            self.put_back()
+            raise
+
+    def put_back(self) -> None:
+        """Undo what a recording has changed."""
+        for kept in self._now:
+            kept.restore()
+
+    def keep(self) -> None:
+        """Let the next recording find what this one has left."""
+        self._now = self._looked_at()
+
+    def changed(self, fakes: Mapping[int, torch.Tensor]) -> list[Change]:
+        """The changes of a recording that may be harmless: of private attributes, where modules set themselves up
+        (hooks are there); of attributes of objects, if they are private or were None; and of those that hold tensors of
+        the step now.
+
+        Args:
+            fakes: the fake that stood for each tensor in the step, by the tensor's ``id``; it counts as that tensor.
+
+        Raises:
+            CaptureError: another attribute is, or holds, another value than before.
+        """
+        return [change for kept in self._now for change in kept.changed(fakes)]
+
+
+class _OfModule:
+    """The attributes of one module, with the contents of the containers among them."""
 
     def __init__(self, path: str, module: torch.nn.Module, allowed: AllowedChanges) -> None:
         self._path, self._table, self._allowed = path, module.__dict__, allowed
@@ -176,47 +211,43 @@ class Attributes:
         seen: set[int] = set()
         self._held: list[_Held] = []
         for name, value in self._before.items():
-            if isinstance(value, _PLAIN) or name in TABLES:
+            if isinstance(value, PLAIN) or name in TABLES:
                 continue
             if isinstance(value, dict) and not value:  # as most are: the tables of hooks
-                self._held.append(_Held(name, name.startswith("_"), value, []))
+                self._held.append(_Held(name, name.startswith("_"), value, value, []))
             else:
                 self._held += _inside(name, name.startswith("_"), value, seen)
 
     def changed(self, fakes: Mapping[int, torch.Tensor]) -> list[Change]:
-        """The changes that may be harmless: of private attributes, where modules set themselves up (hooks are there);
-        of attributes of objects, if they are private or were None; and of those that hold tensors of the step now.
-
-        Args:
-            fakes: the fake that stood for each tensor in the step, by the tensor's ``id``; it counts as that tensor.
-
-        Raises:
-            Broken: another attribute is, or holds, another value than before.
-        """
+        """See :meth:`Attributes.changed`."""
         changes: list[Change] = []
         table = self._table
         before = {name: table.get(name) if name in TABLES else old for name, old in self._before.items()}
-        names = () if _is_untouched(table, _contents(before)) else dict.fromkeys([*before, *table])
+        names = () if is_untouched(table, items_of(before)) else dict.fromkeys([*before, *table])
         for name in names:
             old, new = before.get(name), table.get(name)
-            if _same(old, new, fakes):
+            if same(old, new, fakes):
                 continue
             self._allowed.changed[self._whole(name)] = None
             if not self._may_change(name):
-                private, left = name.startswith("_"), _has_tensor(new)
+                private, left = name.startswith("_"), has_tensor(new)
                 changes.append(self._change(f"the attribute {name!r}", name, new, private, left))
-        for attribute, private, container, contents in self._held:
-            if _is_untouched(container, contents):
+        for attribute, private, holder, container, contents in self._held:
+            if is_untouched(container, contents):
                 continue
-            now = _contents(container)
-            if _same(contents, now, fakes):
+            now = items_of(container)
+            if same(contents, now, fakes):
                 continue
-            self._allowed.changed |= dict.fromkeys(_altered_in(container, contents, now, fakes), container)
+            altered = altered_keys(container, contents, now, fakes)
+            self._allowed.changed |= dict.fromkeys([(id(holder), key) for key in altered], holder)
+            if not altered:
+                self._allowed.changed[id(holder)] = holder
             if not self._may_change(attribute):
+                if holder is not container:
+                    old, new = named(contents), named(now)
+                    private = private or all(key.startswith("_") or old.get(key, "") is None for key in altered)
+                    now = [new[key] for key in altered if key in new]
                 what = f"what the attribute {attribute!r} holds"
-                if is_users(container):
-                    set_up, now = _altered(contents, now, fakes)
-                    private = private or set_up
                 changes.append(self._change(what, attribute, now, private, left=False))
         return changes
 
@@ -230,9 +261,8 @@ class Attributes:
 
     def _change(self, what: str, name: str, value: Any, private: bool, left: bool) -> Change:
         whole = self._whole(name)
-        refused = not left and (not private or _has_tensor(value))
-        error = Broken(
-            f"{'module' if refused else 'private'} {self._path}",
+        refused = not left and (not private or has_tensor(value))
+        error = CaptureError(
             f"the step changes {what}, which a program would not do",
             where=where(self._path),
             fix=Outside(
@@ -247,261 +277,23 @@ class Attributes:
 
     def restore(self) -> None:
         """Put everything back."""
-        _fill(self._table, _contents(self._before))
+        fill(self._table, items_of(self._before))
         for held in self._held:
-            _fill(held.container, held.contents)
-
-
-def attributes_of(model: torch.nn.Module, allowed: AllowedChanges) -> list[Attributes]:
-    """Those of each module, in the order of ``model.named_modules()``."""
-    return [Attributes(path, module, allowed) for path, module in model.named_modules()]
-
-
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(_has_tensor(item) for item in value.values())
-    if isinstance(value, (list, tuple, set, deque)):
-        return any(_has_tensor(item) for item in value)
-    return isinstance(value, torch.Tensor)
+            fill(held.container, held.contents)
 
 
 def _inside(attribute: str, private: bool, value: Any, seen: set[int]) -> Iterator[_Held]:
     """The containers among *value* and what it holds, each once."""
-    if isinstance(value, _PLAIN) or id(value) in seen or _is_global_generator(value):
-        return
-    through = isinstance(value, (tuple, partial, *_METHODS))
-    holds = _holds(value)
-    if not (through or holds):
+    if isinstance(value, PLAIN) or id(value) in seen:
         return
     seen.add(id(value))
-    if holds:
-        yield _Held(attribute, private, value, _contents(value))
-    if isinstance(value, _METHODS):
-        yield from _inside(attribute, private, value.__self__, seen)
-    if isinstance(value, partial):
-        for item in (value.func, value.args, value.keywords):
-            yield from _inside(attribute, private, item, seen)
-    if isinstance(value, (*_CONTAINERS, tuple)):
+    if isinstance(value, CONTAINERS):
+        yield _Held(attribute, private, value, value, items_of(value))
+    if isinstance(value, (*CONTAINERS, tuple)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _inside(attribute, private, item, seen)
-    elif is_users(value):
-        for key, item in fields(value).items():
+    table = fields(value)
+    if table is not None and table is not value:
+        yield _Held(attribute, private, value, table, items_of(table))
+        for key, item in table.items():
             yield from _inside(attribute, private or key.startswith("_"), item, seen)
-
-
-def _holds(value: Any) -> bool:
-    """Whether *value* has contents that may change while it stays the same object."""
-    known = (*_CONTAINERS, *_BUFFERS, random.Random, itertools.count)
-    return isinstance(value, known) or _is_numpys(value) or is_users(value)
-
-
-def is_users(value: Any) -> bool:
-    """Whether *value* is an object of a class that a user or a library wrote, so that its attributes say what it is."""
-    others = (torch.nn.Module, torch.Tensor, type, random.Random, tuple, *_CONTAINERS, *_BUFFERS)
-    return not (isinstance(value, others) or _is_numpys(value)) and has_fields(value)
-
-
-def has_fields(value: Any) -> bool:
-    """Whether *value* may have attributes that a user or a library gave it, whatever else it is."""
-    if not (hasattr(value, "__dict__") or _slots(value)):
-        return False
-    return isinstance(value, _HOLDERS) or is_written_in_python(type(value))
-
-
-def is_written_in_python(cls: type) -> bool:
-    """Whether a class is a user's or a library's, or one of torch's that are like these."""
-    if cls.__module__.startswith(_TORCHS):
-        return True
-    return not (is_pythons(cls) or _package(cls) in ("torch", "numpy"))
-
-
-def is_pythons(cls: type) -> bool:
-    """Whether a class is Python's own or of its standard library."""
-    return _package(cls) in sys.stdlib_module_names
-
-
-def _package(cls: type) -> str:
-    return cls.__module__.partition(".")[0]
-
-
-def _is_numpys(value: Any) -> bool:
-    """Whether *value* is a random generator of numpy's."""
-    numpys = sys.modules.get("numpy.random")
-    return numpys is not None and isinstance(value, (numpys.Generator, numpys.RandomState, numpys.BitGenerator))
-
-
-def _is_global_generator(value: Any) -> bool:
-    """Whether *value* is what ``random.random`` or ``numpy.random.rand`` draws from, which all threads share.
-
-    Whether the step has changed that is asked elsewhere (:class:`.python_random.RandomState`).
-    """
-    return any(
-        value is getattr(getattr(sys.modules.get(module), method, None), "__self__", sys)
-        for module, method in (("random", "random"), ("numpy.random", "rand"))
-    )
-
-
-def _slots(value: Any) -> dict[str, MemberDescriptorType]:
-    """What reads and writes the attributes that an object keeps in slots, by their names."""
-    found: dict[str, MemberDescriptorType] = {}
-    for cls in type(value).__mro__:
-        if "__slots__" in cls.__dict__:
-            found = {key: slot for key, slot in vars(cls).items() if isinstance(slot, MemberDescriptorType)} | found
-    return found
-
-
-def fields(value: Any) -> dict[str, Any]:
-    """The attributes of an object, whether in its dict or in slots; no code of its class runs."""
-    found = dict(vars(value)) if hasattr(value, "__dict__") else {}
-    for key, slot in _slots(value).items():
-        with contextlib.suppress(AttributeError):  # nothing is in it
-            found[key] = slot.__get__(value)
-    return found
-
-
-def _contents(container: Any) -> list[Any]:
-    """What is in a container.
-
-    Of a dict, and of an object of a user's class, which holds its attributes, the keys and then the values; the items
-    of others, a set's in the order it gives; of bytes and arrays all bytes; of a random generator its state.
-    """
-    if isinstance(container, dict):
-        return [*container, *container.values()]
-    if isinstance(container, _CONTAINERS):
-        return list(container)
-    if isinstance(container, random.Random):
-        return [container.getstate()]
-    if isinstance(container, _BUFFERS):
-        with memoryview(container) as view:
-            return [view.tobytes()]
-    if isinstance(container, itertools.count):
-        return [itertools.count.__repr__(container)]
-    if _is_numpys(container):
-        state = _numpys_state(container)
-        return [_in_python(state), state]
-    return _contents(fields(container))
-
-
-def _numpys_state(generator: Any) -> Any:
-    if hasattr(generator, "get_state"):
-        return generator.get_state(legacy=False)
-    return getattr(generator, "bit_generator", generator).state
-
-
-def _in_python(state: Any) -> Any:
-    """A state of a random generator with its arrays as lists, which can be compared."""
-    if isinstance(state, dict):
-        return {key: _in_python(value) for key, value in state.items()}
-    return state.tolist() if hasattr(state, "tolist") else state
-
-
-def _named(contents: list[Any]) -> dict[str, Any]:
-    """An object's attributes from its contents."""
-    half = len(contents) // 2
-    return dict(zip(contents[:half], contents[half:], strict=True))
-
-
-def _differing(contents: list[Any], others: list[Any], fakes: Mapping[int, torch.Tensor]) -> list[Any]:
-    """The attributes of an object that are others than before."""
-    old, new = _named(contents), _named(others)
-    return [key for key in {**old, **new} if not (key in old and key in new and _same(old[key], new[key], fakes))]
-
-
-def _altered_in(
-    container: Any, contents: list[Any], others: list[Any], fakes: Mapping[int, torch.Tensor]
-) -> list[Hashable]:
-    """What of a container has changed, as :class:`AllowedChanges` calls it."""
-    if isinstance(container, (list, deque)):
-        both, either = sorted([len(contents), len(others)])
-        return [(id(container), i) for i in range(either) if i >= both or not _same(contents[i], others[i], fakes)]
-    if isinstance(container, dict) or is_users(container):
-        return [(id(container), key) for key in _differing(contents, others, fakes)]
-    return [id(container)]
-
-
-def _altered(contents: list[Any], others: list[Any], fakes: Mapping[int, torch.Tensor]) -> tuple[bool, list[Any]]:
-    """Whether all attributes of an object that changed are private or were None, and what they are now."""
-    old, new = _named(contents), _named(others)
-    changed = _differing(contents, others, fakes)
-    set_up = all(key.startswith("_") or (key in old and old[key] is None) for key in changed)
-    return set_up, [new[key] for key in changed if key in new]
-
-
-def _is_untouched(container: Any, contents: list[Any]) -> bool:
-    """Whether a container holds the very objects of *contents*, in that order."""
-    if not contents and isinstance(container, _CONTAINERS):
-        return not container
-    now = _contents(container)
-    if isinstance(container, (*_BUFFERS, itertools.count)):
-        return contents == now
-    return len(contents) == len(now) and all(map(is_, contents, now))
-
-
-def _fill(container: Any, contents: list[Any]) -> None:
-    """Give a container back what :func:`_contents` found in it."""
-    if _is_untouched(container, contents):
-        return
-    if isinstance(container, random.Random):
-        container.setstate(contents[0])
-    elif isinstance(container, bytearray):
-        container[:] = contents[0]
-    elif isinstance(container, array):
-        container[:] = array(container.typecode, contents[0])
-    elif isinstance(container, itertools.count):
-        contents[:] = _contents(container)  # nothing turns it back: what is noticed next is a further change
-    elif _is_numpys(container):
-        _set_numpys_state(container, contents[1])
-    elif isinstance(container, dict):
-        _fill_table(container, _named(contents))
-    elif isinstance(container, list):
-        container[:] = contents
-    elif isinstance(container, (set, deque)):
-        container.clear()
-        (container.update if isinstance(container, set) else container.extend)(contents)
-    else:
-        _fill_fields(container, _named(contents))
-
-
-def _set_numpys_state(generator: Any, state: Any) -> None:
-    if hasattr(generator, "set_state"):
-        generator.set_state(state)
-    else:
-        getattr(generator, "bit_generator", generator).state = state
-
-
-def _fill_fields(value: Any, before: dict[str, Any]) -> None:
-    """Give an object its attributes back; no code of its class runs."""
-    slots = _slots(value)
-    if hasattr(value, "__dict__"):
-        _fill_table(vars(value), {key: item for key, item in before.items() if key not in slots})
-    now = fields(value)
-    for key, slot in slots.items():
-        if key in before:
-            slot.__set__(value, before[key])
-        elif key in now:
-            slot.__delete__(value)
-
-
-def _fill_table(table: dict[str, Any], before: dict[str, Any]) -> None:
-    """Give a dict its items back; another thread finds those that had stayed there all the time."""
-    table.update(before)
-    for key in [key for key in table if key not in before]:
-        del table[key]
-    if list(table) != list(before):
-        table.clear()
-        table.update(before)
-
-
-def _same(old: Any, new: Any, fakes: Mapping[int, torch.Tensor]) -> bool:
-    """Whether two values are equal as far as one can see, a fake counting as the tensor that it stands for."""
-    if old is new or not (isinstance(old, _KNOWN) or isinstance(new, _KNOWN)):
-        return True
-    if isinstance(old, torch.Tensor):
-        return fakes.get(id(old)) is new
-    if type(old) is not type(new):
-        return False
-    if isinstance(old, dict) and isinstance(new, dict):
-        return _same(list(old.items()), list(new.items()), fakes)
-    if isinstance(old, (list, tuple, deque)) and isinstance(new, (list, tuple, deque)):
-        return len(old) == len(new) and all(_same(a, b, fakes) for a, b in zip(old, new, strict=True))
-    return bool(old == new)

@@ -8,7 +8,6 @@ what took its owner hours. One with a limit, which orders them by use, is cleare
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import weakref
@@ -18,11 +17,14 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ...errors import CaptureError
+from .global_state import open_regions
 from .recorded import is_recorded
 
 __all__ = ["Caches", "Seen"]
 
 _CACHE: Final = type(functools.cache(int))
+_CAST: Final = "aten._to_copy.default"
+"""What autocast keeps of weights until its outermost region ends, which may be around the capture."""
 _DEPTH: Final = 3
 """Of containers: a cache's own table, and a tuple of dicts that a function returns."""
 
@@ -47,36 +49,21 @@ class _Entry(NamedTuple):
     """What a cache holds under one key, or all that one with a limit holds, of which no entry can be taken out alone.
 
     Attributes:
-        cache: the cache.
-        table: its own, of one without a limit.
-        key: in the table.
-        value: there.
-        tensors: in the value.
+        tensors: in it.
+        remove: takes it out of the cache.
+        put_back: lets the cache hold it again, unless that holds another value by now.
     """
 
-    cache: Any
-    table: dict[Any, Any] | None
-    key: Any
-    value: Any
     tensors: Sequence[torch.Tensor]
-
-    def remove(self) -> None:
-        """Take it out of the cache."""
-        if self.table is None:
-            self.cache.cache_clear()
-        else:
-            self.table.pop(self.key, None)
-
-    def put_back(self) -> None:
-        """Let the cache hold it again, unless it holds another value by now."""
-        if self.table is not None:
-            self.table.setdefault(self.key, self.value)
+    remove: Callable[[], object]
+    put_back: Callable[[], object]
 
 
 class Caches:
     """The caches that a step may read and fill.
 
-    To find them takes longer than to record a small step, so it is done where a tensor may well be in one only.
+    To find them takes longer than to record a small step. So it is done where the step reads a tensor from elsewhere,
+    and where weak references show at the end that something of the step is still there.
     """
 
     def __init__(self) -> None:
@@ -94,29 +81,16 @@ class Caches:
             self._read[id(tensor)] = tensor
         return found
 
-    def cleared_if_read(self) -> bool:
-        """Set aside what :meth:`holds` has said yes to since the last call; whether there is anything."""
+    def saw(self, tensors: Iterable[Seen]) -> None:
+        """Note the tensors of a recording that has ended."""
+        self._made += [made._replace(tensor=weakref.ref(made.tensor)) for made in tensors if made.type]
+
+    def set_aside(self) -> bool:
+        """Take out what :meth:`holds` has said yes to since the last call; whether there is anything."""
         read, self._read = self._read, {}
         if read:
-            for entry in list(_entries()):
-                if any(map(is_recorded, entry.tensors)):
-                    entry.remove()
-                elif any(id(tensor) in read for tensor in entry.tensors):
-                    self._aside.append(entry)
-                    entry.remove()
-            self._held = None
+            self._aside += self._take_out(lambda tensor: id(tensor) in read)
         return bool(read)
-
-    @contextlib.contextmanager
-    def watch(self, seen: Callable[[], Iterable[Seen]]) -> Iterator[None]:
-        """Note the tensors that a step has *seen* by its end. If the step fails, its error keeps them alive."""
-        try:
-            yield
-        except BaseException:
-            if any(made.known for made in seen()):
-                self._take_out()
-            raise
-        self._made += [made._replace(tensor=weakref.ref(made.tensor)) for made in seen() if made.type]
 
     def leave(self) -> None:
         """Take out what the step has left, and put back what was set aside.
@@ -124,38 +98,40 @@ class Caches:
         To be called once nothing of the capture refers to a tensor of the step any more.
         """
         if self._remaining():
-            self._take_out()
+            self._take_out(is_recorded)
         for entry in self._aside:
             entry.put_back()
         self._aside.clear()
 
     def check(self) -> None:
-        """Raise where the step has kept elsewhere what it would find again; forget what it made.
+        """Raise where the step has kept a tensor elsewhere, which it would find again; forget what it made.
 
         Raises:
             CaptureError: names the line.
         """
-        if any(made.known for made in self._remaining()):
+        if self._remaining():
             gc.collect()
         for made in self._remaining():
-            if made.known:
+            if made.known or made.type != _CAST or not open_regions():
                 raise CaptureError(
                     f"the step keeps what {made.type} makes outside of the model, where the next eager step would find "
                     "a tensor without data",
                     where=made.line,
-                    fix="make it in each step, keep it in a buffer or use functools.cache; and delete it now",
+                    fix="make it in each step, keep it in a buffer or use functools.cache, leave results in an "
+                    "attribute of the module; and delete it now",
                 )
         self._made.clear()
 
     def _remaining(self) -> list[Seen]:
         return [made for made in self._made if made.tensor() is not None]
 
-    def _take_out(self) -> None:
-        """Remove the entries that hold fake tensors of a step."""
-        for entry in list(_entries()):
-            if any(map(is_recorded, entry.tensors)):
-                entry.remove()
+    def _take_out(self, chosen: Callable[[torch.Tensor], bool]) -> list[_Entry]:
+        """Remove the entries with a tensor that is *chosen* or of a recording; return those that are of none."""
         self._held = None
+        found = [entry for entry in _entries() if any(chosen(t) or is_recorded(t) for t in entry.tensors)]
+        for entry in found:
+            entry.remove()
+        return [entry for entry in found if not any(map(is_recorded, entry.tensors))]
 
 
 def _entries() -> Iterator[_Entry]:
@@ -164,14 +140,13 @@ def _entries() -> Iterator[_Entry]:
         parts = gc.get_referents(cache)
         table = next((part for part in parts if type(part) is dict and part is not vars(cache)), None)
         if table is None or cache.cache_parameters()["maxsize"] is not None:
-            tensors = list(_tensors(parts, _DEPTH))
-            if tensors:
-                yield _Entry(cache, None, None, None, tensors)
+            if tensors := list(_tensors(parts, _DEPTH)):
+                yield _Entry(tensors, cache.cache_clear, lambda: None)
             continue
         for key, value in list(table.items()):
-            tensors = list(_tensors([value], _DEPTH))
-            if tensors:
-                yield _Entry(cache, table, key, value, tensors)
+            if tensors := list(_tensors([value], _DEPTH)):
+                remove = functools.partial(table.pop, key, None)
+                yield _Entry(tensors, remove, functools.partial(table.setdefault, key, value))
 
 
 def _tensors(items: Iterable[Any], depth: int) -> Iterator[torch.Tensor]:

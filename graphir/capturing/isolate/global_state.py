@@ -9,8 +9,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.backends import cuda, mha
 
+from ...errors import CaptureError
 from ..words.libraries import Outside
-from ..words.places import Broken, Conditions
+from ..words.places import where
 from .patches import replaced
 
 __all__ = ["SETTINGS", "global_state_kept", "open_regions"]
@@ -86,14 +87,14 @@ SETTINGS: Final[Mapping[str, _Setting]] = {
 
 
 @contextlib.contextmanager
-def global_state_kept(conditions: Conditions) -> Iterator[None]:
+def global_state_kept() -> Iterator[Callable[[], None]]:
     """Leave torch's settings as they are.
 
-    Args:
-        conditions: is given the condition that the step leaves them too.
+    Yields:
+        Raises where the step has changed one; so does the end of the context.
 
     Raises:
-        Broken: it does not hold.
+        CaptureError: names the setting.
     """
     before = {name: setting.get() for name, setting in SETTINGS.items()}
     mine = dict.fromkeys(name for name in SETTINGS if name not in _SHARED)
@@ -108,16 +109,15 @@ def global_state_kept(conditions: Conditions) -> Iterator[None]:
     def check() -> None:
         for name in mine:
             if SETTINGS[name].get() != before[name]:
-                raise Broken(
-                    "settings",
+                raise CaptureError(
                     f"the step changes {name} for everything that comes after it",
+                    where=where(""),
                     fix=Outside("use the context manager of torch for it, or set it before the step"),
                 )
 
-    conditions["settings"] = check
     try:
         with replaced(torch, {name: noting(getattr(torch, name)) for name in _SET_DTYPE}):
-            yield
+            yield check
         check()
     finally:
         for name in mine:

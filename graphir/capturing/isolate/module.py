@@ -3,48 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from ...errors import CaptureError
 from ..words.libraries import Outside
-from ..words.places import Broken, Conditions, where
+from ..words.places import where
 from .attributes import TABLES, Attributes, Change
 from .tables import Table
 
-__all__ = ["attributes_kept", "fakes_in_place"]
-
-
-@contextlib.contextmanager
-def attributes_kept(attributes: Sequence[Attributes]) -> Iterator[None]:
-    """Afterwards the attributes of every module are what they were."""
-    try:
-        yield
-    finally:
-        for kept in attributes:
-            kept.restore()
+__all__ = ["fakes_in_place"]
 
 
 @contextlib.contextmanager
 def fakes_in_place(
-    model: torch.nn.Module, fakes: Mapping[int, torch.Tensor], conditions: Conditions, attributes: Sequence[Attributes]
+    model: torch.nn.Module, fakes: Mapping[int, torch.Tensor], attributes: Attributes
 ) -> Iterator[list[Change]]:
     """Put a fake in the place of each parameter and buffer, for this thread; afterwards they are as they were.
 
     Args:
         model: the module.
         fakes: by ``id`` of the tensor that each stands for.
-        conditions: is given the condition that each module is left as it was.
-        attributes: of each module, as they are now.
+        attributes: of its modules, as they are now.
 
     Yields:
         A list that is filled afterwards with the changes that a second step has to tell about.
 
     Raises:
-        Broken: the model rebound a buffer, or changed an attribute otherwise.
+        CaptureError: the model rebound a buffer, or changed an attribute otherwise.
     """
     modules = list(model.named_modules())
     saved = [(dict(m._parameters), dict(m._buffers)) for _, m in modules]
@@ -55,14 +42,10 @@ def fakes_in_place(
         for attributes_of_module, name, table in own:
             tables.append(Table(table, {key: _fake_of(tensor, key, fakes) for key, tensor in table.items()}))
             attributes_of_module[name] = tables[-1]
-        checks = {
-            path: partial(_changed, path, module, kept, before, fakes)
-            for (path, module), kept, before in zip(modules, attributes, saved, strict=True)
-        }
-        conditions.update({f"module {path}": check for path, check in checks.items()})
-        conditions.update({f"private {path}": partial(_check_private, check) for path, check in checks.items()})
         yield changes
-        changes += [change for check in checks.values() for change in check()]
+        for (path, module), before in zip(modules, saved, strict=True):
+            _check_tensors(path, module, before, fakes)
+        changes += attributes.changed(fakes)
     finally:
         for attributes_of_module, name, table in own:
             attributes_of_module[name] = table
@@ -89,23 +72,21 @@ def _check_gradient(path: str, kind: str, key: str, tensor: torch.Tensor, fake: 
         (fake.requires_grad != tensor.requires_grad, "sets requires_grad of", Outside("set it before the capture")),
     ):
         if broken:
-            raise Broken(f"module {path}", f"the step {doing} {what}", where=where(path), fix=fix)
+            raise CaptureError(f"the step {doing} {what}", where=where(path), fix=fix)
 
 
-def _changed(
+def _check_tensors(
     path: str,
     module: torch.nn.Module,
-    attributes: Attributes,
-    saved: tuple[Mapping[str, Any], Mapping[str, Any]],
+    saved: tuple[Mapping[str, torch.Tensor | None], Mapping[str, torch.Tensor | None]],
     fakes: Mapping[int, torch.Tensor],
-) -> list[Change]:
+) -> None:
     parameters, buffers = saved
     for kind, table, before in (("parameter", module._parameters, parameters), ("buffer", module._buffers, buffers)):
         for key in dict.fromkeys([*before, *table]) if before or table else ():
             old = before.get(key)
             if table.get(key) is not (None if old is None else fakes[id(old)]):
-                raise Broken(
-                    f"module {path}",
+                raise CaptureError(
                     f"the step rebinds {kind} {key!r}: a new tensor takes its place instead of a new value",
                     where=where(path),
                     fix=Outside(
@@ -115,9 +96,3 @@ def _changed(
                 )
             if old is not None:
                 _check_gradient(path, kind, key, old, fakes[id(old)])
-    return attributes.changed(fakes)
-
-
-def _check_private(check: Callable[[], list[Change]]) -> None:
-    for change in check():
-        raise change.complaint

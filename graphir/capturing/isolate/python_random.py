@@ -1,4 +1,4 @@
-"""Python"s and numpy"s random states: a step that draws from one is refused."""
+"""Python's and numpy's random states: a step that moves one is refused."""
 
 from __future__ import annotations
 
@@ -8,94 +8,46 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import torch
+from ...errors import CaptureError
+from ..words.libraries import LAYER_DROP
+from ..words.places import where
 
-from ..words.places import Broken, Conditions
-
-__all__ = ["RandomState", "changed_from", "drawn_from", "random_states"]
+__all__ = ["RandomStates", "drawn_from"]
 
 
-class RandomState:
-    """The random states that all threads have together, as they are when it is made.
-
-    Attributes:
-        suspected: whether one of Python's or numpy's has changed while a step was recorded and other threads ran, any
-            of which may have drawn from it.
-    """
+class RandomStates:
+    """The random states that all threads share, as they are when this is made."""
 
     def __init__(self) -> None:
-        self._python, self._torch, self._numpy = random.getstate(), torch.get_rng_state(), _numpy_state()
-        self.suspected = self._cleared = False
+        self._python, self._numpy = random.getstate(), _numpy_state()
+
+    def moved(self) -> str:
+        """The module whose state has changed since; empty where none has."""
+        if random.getstate() != self._python:
+            return "Python's random"
+        return "" if _same_numpy_state(_numpy_state(), self._numpy) else "numpy.random"
 
     @contextlib.contextmanager
-    def kept(self, conditions: Conditions) -> Iterator[None]:
-        """Leave the random states as they were; where other threads run, those that torch has are left to these.
-
-        Args:
-            conditions: is given the condition that a step draws from none that programs don't have.
-
-        Raises:
-            Broken: it does not hold, and no other thread can have drawn.
-        """
-        conditions["random"] = self._check
-        alone = _is_alone()
+    def restored_if_it_fails(self) -> Iterator[None]:
+        """After an error the states are these."""
         try:
             yield
-            if alone and _is_alone():
-                self._check()
-            elif not self._cleared:
-                self.suspected = self._changed() is not None
         except BaseException:
-            if alone and _is_alone():
-                self.restore()
+            if self.moved():
+                random.setstate(self._python)
+                if self._numpy is not None:
+                    sys.modules["numpy"].random.set_state(self._numpy)
             raise
-        finally:
-            if alone and _is_alone():
-                torch.set_rng_state(self._torch)
-
-    def clear(self) -> None:
-        """Note that the step does not draw: other threads do."""
-        self._cleared, self.suspected = True, False
-
-    def restore(self) -> None:
-        """Bring back Python's and numpy's states."""
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-
-    def _check(self) -> None:
-        changed = self._changed()
-        if changed is not None:
-            raise drawn_from(changed)
-
-    def _changed(self) -> str | None:
-        return changed_from((self._python, self._numpy))
 
 
-def drawn_from(module: str) -> Broken:
+def drawn_from(module: str) -> CaptureError:
     """The error to raise where a step draws from a *module* of which programs know nothing."""
-    return Broken(
-        "random",
+    return CaptureError(
         f"the step draws from {module}, whose numbers a program would repeat for ever",
-        fix="draw with torch (torch.rand), and choose with torch.where",
+        where=where(""),
+        fix="draw with torch (torch.rand), and choose with torch.where; if another thread draws, let none draw during "
+        f"a capture; if a library does, {LAYER_DROP}",
     )
-
-
-def random_states() -> tuple[Any, Any]:
-    """Python's global random state and numpy's."""
-    return random.getstate(), _numpy_state()
-
-
-def changed_from(before: tuple[Any, Any]) -> str | None:
-    """Which of :func:`random_states` is another one now."""
-    if random.getstate() != before[0]:
-        return "Python's random"
-    return None if _same_numpy_state(_numpy_state(), before[1]) else "numpy.random"
-
-
-def _is_alone() -> bool:
-    """Whether no other thread runs Python."""
-    return len(sys._current_frames()) == 1
 
 
 def _numpy_state() -> tuple[Any, ...] | None:

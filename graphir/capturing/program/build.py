@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
@@ -38,7 +38,7 @@ _HERE: Final = gpu(0)
 def build_program(
     step: Step,
     followed: Followed,
-    copies: Callable[[], dict[str, torch.Tensor]],
+    copies: dict[str, torch.Tensor],
     *,
     name: str,
     optimizer: str = "",
@@ -49,7 +49,7 @@ def build_program(
     Args:
         step: what was recorded.
         followed: its recordings, and how their sizes follow the dimensions.
-        copies: returns copies of the parameters and buffers, by their blobs' names.
+        copies: of the parameters and buffers, by their blobs' names.
         name: of the program.
         optimizer: the name of the optimizer's class; empty where there is none.
         groups: the optimizer's parameter groups.
@@ -211,14 +211,14 @@ def _init(name: str, state: Mapping[str, Blob], recording: Recording, named: Seq
 def _state(
     step: Step,
     recording: Recording,
-    copies: Callable[[], dict[str, torch.Tensor]],
+    copies: dict[str, torch.Tensor],
     named: Sequence[str],
     update: Update,
 ) -> dict[str, torch.Tensor]:
     given = [*(entry.tensor for entry in step.state.tensors), *(tensor for _, tensor in recording.constants)]
     if not all(map(has_data, given)):
         return {}
-    tensors = copies() | update.state_tensors
+    tensors = copies | update.state_tensors
     tensors |= {named[value.index]: snapshot(tensor) for value, tensor in recording.constants}
     tensors["step"] = torch.zeros((), dtype=torch.int64, device="cpu")
     return tensors

@@ -48,7 +48,7 @@ def program_at_one_size(
         CaptureError: the recording reads other constants than the captured program, or other parameters have gradients.
     """
     followed = Followed(Sizes([recording], Grid({})), {}, "recorded at one size")
-    program, names = build_program(step, followed, dict, name=captured.name, optimizer=captured.interface.optimizer)
+    program, names = build_program(step, followed, {}, name=captured.name, optimizer=captured.interface.optimizer)
     for value, tensor in recording.constants:
         if value.kind == "constant" and not holds(names[value.index], tensor):
             raise CaptureError(f"the constant {names[value.index]!r} has other values there")

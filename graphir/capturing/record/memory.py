@@ -9,7 +9,7 @@ import torch
 
 from ...errors import CaptureError
 from ..isolate.functions import Handlers
-from ..words.places import Broken, where
+from ..words.places import where
 from .values import Alias, Replay, Store, Value
 
 __all__ = ["Memory"]
@@ -47,7 +47,7 @@ class Memory:
         """Of ``x.data = …``, which raises if that gives a tensor that was seen other memory.
 
         Raises:
-            Broken: it does.
+            CaptureError: it does.
         """
 
         def exchange(set_data: Callable[..., None], tensor: torch.Tensor, other: torch.Tensor) -> None:
@@ -62,7 +62,7 @@ class Memory:
         """Raise where a tensor that was seen looks at other memory now.
 
         Raises:
-            Broken: it was exchanged by other means than ``x.data = …``, or where nobody heard of it.
+            CaptureError: it was exchanged by other means than ``x.data = …``, or where nobody heard of it.
         """
         for alias in self:
             if alias.is_exchanged:
@@ -130,11 +130,10 @@ class Memory:
         return alias
 
 
-def _exchanged(alias: Alias) -> Broken:
+def _exchanged(alias: Alias) -> CaptureError:
     value = alias.value
     what = f"{value.kind} {value.label!r}" if value.kind else f"what {value.label!r} made"
-    return Broken(
-        "memory",
+    return CaptureError(
         f"the step gives {what} other memory (.data = …), which no operator tells",
         fix="overwrite the values (x.copy_(value), under torch.no_grad() for a parameter), or make a new tensor",
     )

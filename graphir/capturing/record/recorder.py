@@ -111,7 +111,6 @@ class Recorder(Tape, TorchDispatchMode):
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.refusal: CaptureError | None = None
         self.failed_line = ""
-        self._dispatched = 0
         self._batches: Value | None = None
         self.factorisations = Factorisations()
         self._unread: torch.Tensor | None = None
@@ -136,10 +135,6 @@ class Recorder(Tape, TorchDispatchMode):
         finally:
             self.extents.seen = seen
 
-    def between_operators(self) -> int | None:
-        """How many operators have run, where the step's own lines run and not one of them."""
-        return self._dispatched if self.extents.seen else None
-
     # What the dispatcher calls.
 
     @classmethod
@@ -154,7 +149,6 @@ class Recorder(Tape, TorchDispatchMode):
             return args[0].fake_device
         if self._interrupts.held:
             self._interrupts.strike()
-        self._dispatched += 1
         seen, self.extents.seen = self.extents.seen, False
         try:
             if torch._C._get_dispatch_mode(_TRACE) is not None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-__all__ = ["SourceLines", "traced_by"]
+__all__ = ["SourceLines"]
 
 _TORCH: Final = f"{Path(torch.__file__).parent}{os.sep}"
 _NN: Final = f"{Path(torch.nn.__file__).parent}{os.sep}"
@@ -86,10 +85,6 @@ class SourceLines:
         """The code that a line found here is of; None for an empty one."""
         return self._codes.get(line)
 
-    def is_users(self, frame: FrameType) -> bool:
-        """Whether *frame* runs code of a user or a library."""
-        return self._kinds.setdefault(frame.f_code, _kind(frame)) == _USERS
-
     @cached_property
     def _folders(self) -> tuple[str, ...]:
         return (*sys.path, str(Path.cwd()))
@@ -124,14 +119,3 @@ def _shown(path: str, search: Sequence[str]) -> str:
     folders = [Path(folder).absolute() for folder in search]
     folder = max((f for f in folders if f in file.parents), key=lambda f: len(f.parts), default=file.parent)
     return file.relative_to(folder).as_posix()
-
-
-@contextlib.contextmanager
-def traced_by(trace: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
-    """While this is active, Python calls *trace* for what runs in this thread, as ``sys.settrace`` says."""
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)

@@ -15,11 +15,11 @@ from ...errors import CaptureError
 from ...ir.fitting import Grid, NotPolynomial, point_text
 from ...ir.guard import Guard
 from ...ir.size import BATCH, Dims, dimension
+from ..step.again import run_until_alike
 from ..step.recorded_step import Recording
-from ..step.recording import Step, record
+from ..step.recording import Step
 from .fit import Sizes, grown_dims
 from .guards import guards_of, simplified, steady_in
-from .repeats import check_repeats
 from .thresholds import threshold_in
 
 __all__ = ["Followed", "follow_dims"]
@@ -69,8 +69,8 @@ def follow_dims(step: Step) -> Followed:
     """
     taken = _Taken(step)
     followed = _follow(taken, dict(step.arguments.dims))
-    for _ in range(taken.missing_in_a_row(followed.sizes)):
-        check_repeats(step, followed.sizes.recording, step.arguments.dims)
+    missing = taken.missing_in_a_row(followed.sizes)
+    run_until_alike(step, step.arguments.dims, named=False, times=missing, like=followed.sizes.recording)
     batch_dims: Sequence[int | None] | None
     if BATCH in followed.dims or BATCH not in step.arguments.dims or not followed.sizes.recording.returned:
         batch_dims = followed.sizes.batch_dims()
@@ -275,7 +275,5 @@ class _Taken:
         if key not in self.at:
             first = not self.at
             self.order += [key, key] if first else [key]
-            self.at[key] = record(self.step, dims, named=first)
-            if first:
-                check_repeats(self.step, self.at[key], dims)
+            self.at[key] = run_until_alike(self.step, dims, named=first, times=2 if first else 1)
         return self.at[key]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
@@ -18,7 +18,7 @@ from ...ir.size import Dims
 from ..intake.arguments import Arguments
 from ..intake.options import LossScaler, Options
 from ..intake.state import ModelState
-from ..isolate.attributes import AllowedChanges, Attributes, Change, attributes_of, settled
+from ..isolate.attributes import AllowedChanges, Attributes, Change
 from ..isolate.autocast import Target, autocast_followed, autocast_off
 from ..isolate.caches import Caches
 from ..isolate.devices import modules_stay, moves
@@ -26,9 +26,7 @@ from ..isolate.escapes import escapes, unseen_escapes_refused
 from ..isolate.functions import TorchFunctions
 from ..isolate.global_state import global_state_kept
 from ..isolate.interrupts import Interrupts
-from ..isolate.module import attributes_kept, fakes_in_place
-from ..isolate.python_random import RandomState, drawn_from
-from ..record.draws import RUNS, Draw, Draws
+from ..isolate.module import fakes_in_place
 from ..record.extents import plain
 from ..record.known import fakes_with_known_values_hidden
 from ..record.recorder import Recorder
@@ -39,19 +37,20 @@ from ..record.sequences import sequences
 from ..record.source_lines import SourceLines
 from ..record.stand_ins import attribute_paths, fake_leaves, fake_state
 from ..record.values import Call, Value
-from ..record.watch import Watch
 from ..words.libraries import remedy
-from ..words.places import Broken, Conditions, where
+from ..words.places import where
 from .backward import backward
-from .comparison import same_step
 from .gradients import Finished, fake_scaler, finish_gradients, refuse_sparse, scale_loss
 from .micro_batches import Sums, micro_batch, prefix_of_micro_batch
 from .output_gradients import joint_backward
 from .recorded_step import Outcome, Recording
 
-__all__ = ["Step", "record"]
+__all__ = ["Step", "run"]
 
 _aten: Final = torch.ops.aten
+
+_Check: TypeAlias = Callable[[], None]
+"""Raises where the step has changed one of torch's settings."""
 
 
 class Step(NamedTuple):
@@ -66,8 +65,7 @@ class Step(NamedTuple):
         positions: of the outputs whose gradients it is given; None: of all that need one.
         output: makes what the step returns of what the model returns; None: that itself.
         allowed: attributes of modules that the step may change.
-        attributes: of each module, as the step finds them.
-        random: the random states, as the step finds them.
+        attributes: of its modules, as the step finds them.
         shared: which arguments share memory with others or with the state; see :func:`.intake.state.overlaps`.
         caches: that the step may read and fill.
         options: of the capture.
@@ -83,8 +81,7 @@ class Step(NamedTuple):
     positions: tuple[int, ...] | None
     output: Callable[[Any], Any] | None
     allowed: AllowedChanges
-    attributes: Sequence[Attributes]
-    random: RandomState
+    attributes: Attributes
     shared: Mapping[str, str]
     caches: Caches
     options: Options
@@ -92,104 +89,27 @@ class Step(NamedTuple):
     trained: frozenset[str] | None
 
 
-def record(step: Step, dims: Dims, *, named: bool = True) -> Recording:
-    """Run the step on fake tensors, with *dims* as the sizes of its named dimensions.
+def run(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> tuple[Recording, list[Change]]:
+    """Run the step once on fake tensors.
 
-    Only the first recording of a step has to be *named*: to know modules and source lines. Others are for their
-    numbers, which takes a third less time.
+    Args:
+        step: what is run.
+        dims: the sizes of its named dimensions.
+        named: whether the recording knows modules and source lines. Only a step's first one has to. Others are for
+            their numbers, which takes a third less time.
+        interrupts: strike where an operator is recorded.
 
-    Some models set themselves up in their first step: those of transformers register hooks then. So where a step
-    changes private attributes it is run once more. The second run must not change them again, and must record the same
-    calls. A step may also store tensors on a module, if a second run that finds them there records the same calls.
-
-    A step that turns out to be under autocast for CUDA is run once more too: it may have asked before what autocast is.
+    Returns:
+        The recording, and the changes of attributes that may be harmless. Modules stay as the step leaves them.
 
     Raises:
         CaptureError: no program can express the step.
     """
-    target = step.target.is_cuda
-    try:
-        recording = _record(step, dims, named)
-    except CaptureError:
-        if not step.caches.cleared_if_read() and step.target.is_cuda == target:
-            raise
-    else:
-        if not step.caches.cleared_if_read() and step.target.is_cuda == target:
-            return recording
-    return _record(step, dims, named)
-
-
-def _record(step: Step, dims: Dims, named: bool) -> Recording:
-    """See :func:`record`; the step may read tensors from a cache."""
-    interrupts = Interrupts()
-    try:
-        with interrupts.held_back(), attributes_kept(step.attributes):
-            recording, changes = _run(step, dims, named, interrupts)
-            if changes:
-                _refuse_made(step)
-                set_up = step._replace(attributes=attributes_of(step.model, step.allowed))
-                try:
-                    again, more = _run(set_up, dims, named, interrupts)
-                except CaptureError:  # it read what the first run had left
-                    raise changes[0].complaint from None
-                if not settled(changes, more) or not same_step(recording, again):
-                    raise changes[0].complaint
-                again.release()
-    except Broken as broken:
-        if not named:
-            raise
-        watch = Watch(broken.condition)
-        with interrupts.held_back(), contextlib.suppress(CaptureError), attributes_kept(step.attributes):
-            _run(step, dims, named, interrupts, watch)
-        place = broken.where or where(watch.scope)
-        if watch.line:
-            place = f"{place}, at {watch.line}"
-        raise CaptureError(broken.what, where=place, fix=remedy(watch.code, broken.fix)) from None
-    if step.random.suspected:
-        _refuse_draws(step, dims, named, interrupts)
-    return recording
-
-
-def _refuse_draws(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> None:
-    """Raise where it was the step, and not another thread, that drew from Python's or numpy's random numbers.
-
-    Raises:
-        CaptureError: names the line.
-    """
-    once: dict[Any, Draw] = {}
-    twice: list[Draw] = []
-    for run in range(RUNS):
-        draws = Draws()
-        with interrupts.held_back(), contextlib.suppress(CaptureError), attributes_kept(step.attributes):
-            _run(step, dims, named, interrupts, draws=draws)
-        twice += [draw for place, draw in draws.found.items() if place in once]
-        once |= draws.found
-        if twice or (run and not once):
-            break
-    if not twice:
-        step.random.clear()
-        return
-    step.random.restore()
-    draw = twice[0]
-    error = drawn_from(draw.module)
-    raise CaptureError(error.what, where=where(draw.scope, draw.line), fix=remedy(draw.code, error.fix))
-
-
-def _run(
-    step: Step,
-    dims: Dims,
-    named: bool,
-    interrupts: Interrupts,
-    watch: Watch | None = None,
-    draws: Draws | None = None,
-) -> tuple[Recording, list[Change]]:
-    """One run of the step, and what it changed."""
-    fake_mode, scopes, conditions = fresh_fake_mode(), Scopes(step.model), Conditions()
+    fake_mode, scopes = fresh_fake_mode(), Scopes(step.model)
     lines = SourceLines(end=sys._getframe().f_code)
     recorder = Recorder(
         fake_mode, scopes, lines, attribute_paths(step.model), step.caches, interrupts, step.target, named
     )
-    conditions["memory"] = recorder.end_forward
     with torch.no_grad():
         fakes, state = fake_state(step.state, recorder, step.shared)
         leaves, inputs = fake_leaves(step.arguments.leaves, dims, step.options.accumulate, recorder, step.shared)
@@ -204,20 +124,13 @@ def _run(
         sequences(scopes, recorder.held_by),
     )
     grad = torch.enable_grad() if step.loss is not None or step.joint else contextlib.nullcontext()
-    # A run has a watch or draws, never both: CPython nests 20 contexts at most, and the statement below has them.
-    searched: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if watch is not None:
-        searched = watch.follow(conditions, lines, scopes)
-    elif draws is not None:
-        searched = draws.follow(lines, scopes, recorder.between_operators)
     with (
-        step.caches.watch(recorder.seen),
+        _seen_by(step.caches, recorder),
         grad,
         autocast_followed(step.target, scopes.here),
-        global_state_kept(conditions),
-        step.random.kept(conditions),
+        global_state_kept() as check_settings,
         errors_not_logged(),
-        fakes_in_place(step.model, fakes, conditions, step.attributes) as changes,
+        fakes_in_place(step.model, fakes, step.attributes) as changes,
         rng_state_followed(),
         seeding_refused(scopes),
         modules_stay(scopes.here),
@@ -226,15 +139,14 @@ def _run(
         functions.told(),
         fake_mode,
         recorder,
-        searched,
         _failures(recorder, lines),
     ):
         if step.joint:
-            outcome = _forward_backward(step, leaves, recorder, conditions)
+            outcome = _forward_backward(step, leaves, recorder, check_settings)
         elif step.loss is None:
-            outcome = _forward_only(step, leaves, recorder, conditions)
+            outcome = _forward_only(step, leaves, recorder, check_settings)
         else:
-            outcome = _training(step, leaves, scale, recorder, conditions)
+            outcome = _training(step, leaves, scale, recorder, check_settings)
     sparse = recorder.sparse.gradients
     made = [gradient for _, gradient in [*outcome.gradients, *outcome.finished.gradients]]
     kept = [outcome.loss, *outcome.outputs, *made, *(value for pair in sparse.values() for value in pair)]
@@ -252,16 +164,28 @@ def _run(
     return recording, changes
 
 
-def _forward_only(step: Step, leaves: Sequence[Any], recorder: Recorder, conditions: Conditions) -> Outcome:
-    output, _ = _forward(step, leaves, recorder, conditions)
+@contextlib.contextmanager
+def _seen_by(caches: Caches, recorder: Recorder) -> Iterator[None]:
+    """Tell *caches* at the end what tensors were recorded; of a step that fails, whose error keeps all, those that are
+    known."""
+    try:
+        yield
+    except BaseException:
+        caches.saw(made for made in recorder.seen() if made.known)
+        raise
+    caches.saw(recorder.seen())
+
+
+def _forward_only(step: Step, leaves: Sequence[Any], recorder: Recorder, check_settings: _Check) -> Outcome:
+    output, _ = _forward(step, leaves, recorder, check_settings)
     recorder.end_forward()
     with recorder.unseen():
         returned, results = _returned(output, recorder)
     return Outcome(returned=returned, results=results, finished=Finished([]))
 
 
-def _forward_backward(step: Step, leaves: Sequence[Any], recorder: Recorder, conditions: Conditions) -> Outcome:
-    output, _ = _forward(step, leaves, recorder, conditions)
+def _forward_backward(step: Step, leaves: Sequence[Any], recorder: Recorder, check_settings: _Check) -> Outcome:
+    output, _ = _forward(step, leaves, recorder, check_settings)
     recorder.end_forward()
     with autocast_off(), recorder.follow_step():
         joint = joint_backward(output, step.positions, recorder)
@@ -284,7 +208,7 @@ def _training(
     leaves: Sequence[Any],
     scale: float | LossScaler | None,
     recorder: Recorder,
-    conditions: Conditions,
+    check_settings: _Check,
 ) -> Outcome:
     """Forward, loss and backward of each micro-batch, and what happens to the gradients before the update."""
     sums = Sums(recorder)
@@ -293,7 +217,7 @@ def _training(
         first = len(recorder.calls)
         recorder.start_micro_batch(prefix_of_micro_batch(i, step.options.accumulate))
         parts = micro_batch(step.arguments.leaves, leaves, i, step.options.accumulate, recorder)
-        loss, start = _forward_loss(step, parts, scale, recorder, conditions)
+        loss, start = _forward_loss(step, parts, scale, recorder, check_settings)
         sums.add_loss(loss)
         with autocast_off(), recorder.follow_step():
             found = backward(start, recorder, first_batch=i == 0)
@@ -309,20 +233,8 @@ def _training(
     return Outcome(loss=sums.loss, gradients=[*of_params, *of_activations], parts=sums.parts, finished=finished)
 
 
-def _refuse_made(step: Step) -> None:
-    """Refuse modules with parameters or buffers that the step has made: no optimizer knows them."""
-    for path, module in step.model.named_modules():
-        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if any(id(tensor) not in step.state.by_id for tensor in tensors):
-            raise CaptureError(
-                f"the step makes the module {path!r}",
-                where=where(path.rpartition(".")[0]),
-                fix="run one step before the capture, and make the optimizer after that",
-            )
-
-
 def _forward(
-    step: Step, leaves: Sequence[Any], recorder: Recorder, conditions: Conditions
+    step: Step, leaves: Sequence[Any], recorder: Recorder, check_settings: _Check
 ) -> tuple[Any, tuple[Any, ...]]:
     """What the model returns, and the targets."""
     args, kwargs, targets = step.arguments.split(leaves)
@@ -330,7 +242,7 @@ def _forward(
         output = step.model(*args, **kwargs)
         if step.output is not None:
             output = step.output(output)
-    conditions["settings"]()  # before the loss finds that it needs no gradient
+    check_settings()  # before the loss finds that it needs no gradient
     return output, targets
 
 
@@ -339,11 +251,11 @@ def _forward_loss(
     leaves: Sequence[Any],
     scale: float | LossScaler | None,
     recorder: Recorder,
-    conditions: Conditions,
+    check_settings: _Check,
 ) -> tuple[Value, torch.Tensor]:
     """The loss of a micro-batch, and what its backward starts from."""
     assert step.loss is not None
-    output, targets = _forward(step, leaves, recorder, conditions)
+    output, targets = _forward(step, leaves, recorder, check_settings)
     with recorder.scopes.inside("loss"), recorder.follow_step():
         total = _scalar(step.loss(output, *targets))
         if step.options.accumulate > 1:
@@ -367,8 +279,6 @@ def _failures(recorder: Recorder, lines: SourceLines) -> Iterator[None]:
         yield
         if recorder.refusal is not None:
             raise recorder.refusal
-    except Broken:
-        raise
     except CaptureError as e:
         place, line = e.where or where(scopes.failed or scopes.current), lines.of_error(e) or recorder.failed_line
         place, fix = f"{place}, at {line}" if line else place, remedy(lines.code_of(line), e.fix)

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-__all__ = ["Outside", "library_of", "remedy"]
+__all__ = ["LAYER_DROP", "Outside", "library_of", "remedy"]
 
 _INSTALLED: Final = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 _TORCH: Final = f"{Path(torch.__file__).parent}{os.sep}"
@@ -18,7 +18,7 @@ _AROUND: Final = (
     "compute the loss outside of the model (pass no labels, and loss=), choose by the model's configuration what does "
     f"not come to this line, {_EAGERLY}"
 )
-_LAYER_DROP: Final = (
+LAYER_DROP: Final = (
     "LayerDrop skips layers by numbers that Python reads: make the model with layerdrop=0.0 in its configuration "
     "(encoder_layerdrop=0.0, decoder_layerdrop=0.0), set the attribute layerdrop of the modules that have it to 0.0, "
     f"{_EAGERLY}"
@@ -57,5 +57,5 @@ def remedy(code: CodeType | None, fix: str) -> str:
         return fix
     assert code is not None
     if any("layerdrop" in name.lower() for name in (*code.co_names, *code.co_varnames)):
-        return _LAYER_DROP
+        return LAYER_DROP
     return f"the line is one of {library}'s: {_AROUND}"

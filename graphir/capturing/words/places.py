@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final, TypeAlias
+from typing import Final
 
-from ...errors import CaptureError
 from .libraries import Outside
 
-__all__ = ["DENSE", "READS_DATA", "USE_REENTRANT", "Broken", "Conditions", "described", "in_short", "where"]
+__all__ = ["DENSE", "READS_DATA", "USE_REENTRANT", "described", "in_short", "where"]
 
 READS_DATA: Final = (
     "compute with the tensor instead of its number: no .item(), float(), bool() or `if` on tensors; "
@@ -27,17 +25,6 @@ USE_REENTRANT: Final = Outside(
     'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
 )
 """The remedy for a checkpoint that runs a backward inside of the backward."""
-
-Conditions: TypeAlias = dict[str, Callable[[], object]]
-"""By the name of each condition, what raises :class:`Broken` once it does not hold."""
-
-
-class Broken(CaptureError):
-    """A condition that a step has broken; which one, and the error to raise."""
-
-    def __init__(self, condition: str, what: str, *, where: str = "", fix: str = "") -> None:
-        super().__init__(what, where=where, fix=fix)
-        self.condition = condition
 
 
 def where(scope: str, line: str = "") -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
@@ -17,9 +18,10 @@ import torch
 from torch.nn.modules import module as torchs
 from torch.nn.parameter import is_lazy
 
-from ...capturing.isolate.attributes import fields, has_fields, is_pythons, is_users, is_written_in_python
+from ...capturing.isolate.containers import is_pythons, is_written_in_python
 from ...capturing.isolate.patches import unpatched
 from ...ir.tensor import PLAIN
+from .objects import fields, has_fields
 
 __all__ = ["VALUES", "Change", "Inventory", "is_dense", "is_same"]
 
@@ -215,7 +217,7 @@ class Inventory:
                 self._visit(f"{name}.{part}", getattr(value, part))
         elif isinstance(value, torch.nn.Module) and not isinstance(value, torch.jit.ScriptModule):
             self._module(name, value)
-        elif is_users(value):
+        elif not isinstance(value, (torch.nn.Module, random.Random)) and has_fields(value):
             self._object(name, value)
 
     def _copied(self, name: str, value: Any, read: Callable[[], Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -131,3 +132,33 @@ def test_what_is_kept_by_hand_for_others_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"keeps what aten\.arange\.default makes outside of") as error:
         capture(Placed(first), (torch.randn(3, 3),), loss=lambda out: out)
     assert error.value.where.startswith("test_capture_caches.py:")
+
+
+HISTORY: list[Tensor] = []
+
+
+@dataclasses.dataclass(slots=True)
+class Slot:
+    last: Tensor | None = None
+
+
+@pytest.mark.parametrize("where", ["a list", "a slot"])
+def test_a_result_that_is_kept_where_no_capture_looks_is_refused(where: str) -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.slot = Slot()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.exp()
+            if where == "a list":
+                HISTORY.append(y)
+            else:
+                self.slot.last = y
+            return y * 2
+
+    HISTORY.clear()
+    with pytest.raises(CaptureError, match=r"keeps what aten\.exp\.default makes outside of") as error:
+        capture(Keeps(), (torch.randn(3, 3),))
+    assert "leave results in an attribute of the module" in error.value.fix
+    HISTORY.clear()

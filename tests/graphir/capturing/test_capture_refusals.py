@@ -173,25 +173,25 @@ def reentrant(m: Any, h: Tensor) -> Tensor:
 # Random numbers that are not torch's
 
 
-@refused("the step draws from Python's random")
+@refused("the step draws from Python's random", module="")
 def layer_drop(m: Any, h: Tensor) -> Tensor:
     for _ in range(2):
-        if random.uniform(0, 1) < 0.5:  # here
+        if random.uniform(0, 1) < 0.5:
             h = h * 2
     return h
 
 
-@refused("the step draws from numpy.random")
+@refused("the step draws from numpy.random", module="")
 def drawn_by_numpy(m: Any, h: Tensor) -> Tensor:
-    return h * numpy.random.rand()  # here
+    return h * numpy.random.rand()
 
 
-@refused("the step changes what the attribute 'python' holds")
+@refused("the step is another one when it is run again: other of aten.mul.Tensor was")
 def drawn_by_a_generator_of_pythons(m: Any, h: Tensor) -> Tensor:
     return h * m.python.random()  # here
 
 
-@refused("the step changes what the attribute 'numpy' holds")
+@refused("the step is another one when it is run again: other of aten.mul.Tensor was")
 def drawn_by_a_generator_of_numpys(m: Any, h: Tensor) -> Tensor:
     return h * float(m.numpy.random())  # here
 
@@ -301,16 +301,16 @@ def scanned(m: Any, h: Tensor) -> Tensor:
 # Settings and failures
 
 
-@refused("the step changes the default dtype for everything that comes after it")
+@refused("the step changes the default dtype for everything that comes after it", module="")
 def other_default_dtype(m: Any, h: Tensor) -> Tensor:
-    torch.set_default_dtype(torch.float64)  # here
+    torch.set_default_dtype(torch.float64)
     return h * 2
 
 
-@refused("the step changes whether gradients are computed for everything that comes after it")
+@refused("the step changes whether gradients are computed for everything that comes after it", module="")
 def no_gradients_from_here(m: Any, h: Tensor) -> Tensor:
     h = h * 2
-    torch.set_grad_enabled(False)  # here
+    torch.set_grad_enabled(False)
     return h
 
 

@@ -1,4 +1,4 @@
-"""Changes of state and of attributes that a program would not make are refused: with the module, the line, a remedy."""
+"""Changes of state and of attributes that a program would not make are refused: with the module and a remedy."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def no_operator_of_programs(m: Any, h: Tensor) -> Tensor:
 
 @refused("the step rebinds buffer 'counter'")
 def rebound_buffer(m: Any, h: Tensor) -> Tensor:
-    m.counter = m.counter + 1  # here
+    m.counter = m.counter + 1
     return h
 
 
 @refused("the step rebinds parameter 'weight'", module="inner.fc")
 def rebound_parameter(m: Any, h: Tensor) -> Tensor:
-    m.fc.weight = nn.Parameter(m.fc.weight * 2)  # here
+    m.fc.weight = nn.Parameter(m.fc.weight * 2)
     return h * 2
 
 
@@ -109,19 +109,19 @@ def overwritten_global(m: Any, h: Tensor) -> Tensor:
 
 @refused("the step puts a hook on the gradient of parameter 'weight'", module="inner.fc")
 def hooked_parameter(m: Any, h: Tensor) -> Tensor:
-    m.fc.weight.register_hook(lambda gradient: gradient * 2)  # here
+    m.fc.weight.register_hook(lambda gradient: gradient * 2)
     return h
 
 
 @refused("the step computes a gradient of its own for parameter 'weight'", module="inner.fc")
 def backward_inside(m: Any, h: Tensor) -> Tensor:
-    h.sum().backward(retain_graph=True)  # here
+    h.sum().backward(retain_graph=True)
     return h
 
 
 @refused("the step sets requires_grad of parameter 'weight'", module="inner.fc")
 def frozen_late(m: Any, h: Tensor) -> Tensor:
-    m.fc.weight.requires_grad_(False)  # here
+    m.fc.weight.requires_grad_(False)
     return h
 
 
@@ -135,33 +135,33 @@ def parameter_in_a_list(m: Any, h: Tensor) -> Tensor:
 
 @refused("the step changes the attribute 'calls'")
 def counted(m: Any, h: Tensor) -> Tensor:
-    m.calls += 1  # here
+    m.calls += 1
     return h * m.calls
 
 
 @refused("the step changes the attribute 'hidden'")
 def kept(m: Any, h: Tensor) -> Tensor:
     before = 1 if m.hidden is None else m.hidden
-    m.hidden = h.detach()  # here
+    m.hidden = h.detach()
     return h * before
 
 
 @refused("the step changes the attribute 'training'")
 def switched(m: Any, h: Tensor) -> Tensor:
-    m.training = False  # here
+    m.training = False
     return h
 
 
 @refused("the step changes what the attribute 'seen' holds")
 def appended(m: Any, h: Tensor) -> Tensor:
-    m.seen.append(h)  # here
+    m.seen.append(h)
     return h
 
 
 @refused("the step changes what the attribute 'seen' holds")
 def appended_inside(m: Any, h: Tensor) -> Tensor:
     def note() -> None:
-        m.seen[1].append(3)  # here
+        m.seen[1].append(3)
 
     note()
     return h
@@ -169,46 +169,46 @@ def appended_inside(m: Any, h: Tensor) -> Tensor:
 
 @refused("the step changes the attribute 'seen'")
 def new_list(m: Any, h: Tensor) -> Tensor:
-    m.seen = [*m.seen, h]  # here
+    m.seen = [*m.seen, h]
     return h
 
 
 @refused("the step changes what the attribute 'cache' holds")
 def cached(m: Any, h: Tensor) -> Tensor:
-    m.cache["h"] = h.detach()  # here
+    m.cache["h"] = h.detach()
     return h
 
 
 @refused("the step changes what the attribute 'cache' holds")
 def counted_in_a_dict(m: Any, h: Tensor) -> Tensor:
-    m.cache["kept"]["inner"] += 1  # here
+    m.cache["kept"]["inner"] += 1
     return h
 
 
 @refused("the step changes what the attribute 'nested' holds")
 def counted_within_a_tuple(m: Any, h: Tensor) -> Tensor:
-    m.nested[0].append(1)  # here
+    m.nested[0].append(1)
     return h
 
 
 @refused("the step changes what the attribute 'shapes' holds")
 def added_to_a_set(m: Any, h: Tensor) -> Tensor:
-    m.shapes.add(tuple(h.shape))  # here
+    m.shapes.add(tuple(h.shape))
     return h
 
 
 @refused("the step changes what the attribute 'recent' holds")
 def put_into_a_deque(m: Any, h: Tensor) -> Tensor:
-    m.recent.append(2)  # here
+    m.recent.append(2)
     return h
 
 
 @refused("the step changes what the attribute 'book' holds")
 def counted_in_an_object(m: Any, h: Tensor) -> Tensor:
-    m.book.calls += 1  # here
+    m.book.calls += 1
     return h * m.book.calls
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_refused_with_module_line_and_remedy(case: str) -> None:
+def test_refused_with_module_and_remedy(case: str) -> None:
     CASES[case].check()
