@@ -163,7 +163,8 @@ class _Taken:
             with contextlib.suppress(NotPolynomial):
                 larger = self.sizes(dims)
                 if not larger.asked_otherwise:
-                    return larger, {}, [ones]
+                    same = larger.grid.points[:-1] == sizes.grid.points[:-1]  # which determine the same polynomials
+                    return larger, {}, [ones] if same else []
         return sizes, {}, []
 
     def _otherwise_at_one(self, dims: Mapping[str, int], reason: str) -> dict[str, str]:

@@ -58,7 +58,8 @@ def _guards(relation: Relation) -> Iterator[Guard]:
     if is_plain(left) or isinstance(right, Quotient | Remainder):
         holds, left, right = _MIRRORED[holds], right, left
     if isinstance(left, Quotient) and isinstance(right, int | Polynomial):
-        left, right = left.size, multiply(left.divisor, right)
+        right = multiply(left.divisor, right)
+        left = left.size
     if isinstance(left, Polynomial) and isinstance(right, Polynomial):
         left, right = add(left, multiply(-1, right)), 0
     if is_plain(left) and is_plain(right):  # whatever the dimensions are

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,6 +119,8 @@ def test_it_is_printed_saved_verified_and_asked_by_emit(tmp_path: Any) -> None:
         passes.emit(program, dims={"batch": 1})
     with pytest.raises(GraphirError, match="dimension 'rows' of the guard rows>=2 has no value"):
         graphir.verify(program.with_(covers=program.covers.with_guards([parse_guard("rows>=2", "why")])))
+    with pytest.raises(GraphirError, match="dimension 'rows' of recorded sizes is none of the program's"):
+        graphir.verify(program.with_(covers=replace(program.covers, recorded=({"rows": 2},))))
 
 
 def test_fixed_sizes_keep_the_strides_of_dimensions_of_one() -> None:
