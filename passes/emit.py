@@ -13,6 +13,7 @@ from graphir.analysis.instructions import instructions
 from graphir.analysis.values import value_numbers
 from graphir.collector import collector_paused
 from graphir.errors import PassError, nearest
+from graphir.ir.fitting import point_text
 from graphir.ir.names import base_name
 from graphir.ir.plan import Plan
 from graphir.ir.program import Program
@@ -75,7 +76,7 @@ def _bind(program: Program, dims: Mapping[str, int]) -> dict[str, int]:
     for name, size in dims.items():
         named = [dim for dim in bound if name in (dim, base_name(dim))]
         if not named:
-            reason = f"; its sizes are fixed: {program.fixed}" if program.fixed else nearest(name, bound)
+            reason = f"; its sizes are fixed: {program.covers.fixed}" if program.covers.fixed else nearest(name, bound)
             raise PassError(
                 f"program {program.name!r} has no dimension {name!r}{reason}",
                 fix=f"dimensions: {', '.join(bound) or 'none'}",
@@ -85,13 +86,12 @@ def _bind(program: Program, dims: Mapping[str, int]) -> dict[str, int]:
         bound.update(dict.fromkeys(named, size))
         if name == BATCH and program.shares:
             bound.update(_divided(program, size))
-    for guard in program.guards:
-        if not guard.holds(bound):
-            at = ", ".join(f"{dim} {bound[dim]}" for dim in guard.dims)
-            raise PassError(
-                f"program {program.name!r} takes {guard}, not {at}: {guard.reason}",
-                fix="give other sizes in dims, or capture the model at this one",
-            )
+    fix = "give other sizes in dims, or capture the model at this one"
+    if guard := program.covers.broken(bound):
+        at = ", ".join(f"{dim} {bound[dim]}" for dim in guard.dims)
+        raise PassError(f"program {program.name!r} takes {guard}, not {at}: {guard.reason}", fix=fix)
+    if program.witness is None and (unknown := program.covers.unknown(bound)):
+        raise PassError(f"program {program.name!r} does not cover {point_text(bound)}: {unknown}", fix=fix)
     return bound
 
 

@@ -176,7 +176,7 @@ class Regions:
 
     def guards(self) -> Iterator[Guard]:
         """What the shares and the whole batch must satisfy."""
-        for guard in self.program.guards:
+        for guard in self.program.covers.guards:
             if self._alone.isdisjoint(guard.dims):
                 for site in self.replicas:
                     yield guard.renamed(site.prefix.__add__)
@@ -245,7 +245,7 @@ class Regions:
         shape = self.net.blobs[name].shape
         module = _module_of(self.net, name)
         placed, other = ("placed", "not") if self.of(name) != REPLICATED else ("not placed", "is")
-        reason = f"; {self.program.fixed}" if self.program.fixed else ""
+        reason = f"; {self.program.covers.fixed}" if self.program.covers.fixed else ""
         return PassError(
             f"module {module!r} is {placed} and hands {name!r} on to {op.module!r}, which {other}: of shape "
             f"[{', '.join(map(str, shape or ()))}], its first dimension is not the batch{reason}",
@@ -262,7 +262,7 @@ class Regions:
                 "cross_entropy does by reduction='none', and loss= take their mean",
             )
         if "batch" not in self.program.dims:
-            reason = f": {self.program.fixed}" if self.program.fixed else ""
+            reason = f": {self.program.covers.fixed}" if self.program.covers.fixed else ""
             raise PassError(f"program {name!r} has no batch to split{reason}", fix="let its sizes follow the batch")
         rows = {feed.blob for feed in interface.feeds if feed.blob and feed.batch_dim is not None}
         if len(self.replicas) > 1:

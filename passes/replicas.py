@@ -84,7 +84,7 @@ def require_one_result(program: Program, replicas: int) -> None:
     if program.interface.one_replica and replicas > 1:
         raise PassError(
             f"the results of {replicas} replicas of program {program.name!r} can't be put together: the "
-            f"step could be recorded at one batch only, so nobody knows along which dimension ({program.fixed})",
+            f"step could be recorded at one batch only, so nobody knows along which dimension ({program.covers.fixed})",
             fix="replicate it on one device, or let the model take other batches",
         )
 
@@ -196,7 +196,7 @@ def batches_of(program: Program, dims: Mapping[str, int], prefixes: Sequence[str
     if not dims.keys() >= set(batches):
         raise PassError(
             f"every replica of program {program.name!r} takes the same sizes, so that shares cannot differ: "
-            f"{program.fixed or 'no dimension is the batch'}",
+            f"{program.covers.fixed or 'no dimension is the batch'}",
             fix="let its sizes follow the batch, or leave shares out",
         )
     return batches

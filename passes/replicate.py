@@ -94,6 +94,7 @@ class Replicate(Pass):
 
     def _copied(self, program: Program) -> Program:
         require_one_result(program, len(self.devices))
+        covers = program.covers
         sites = replica_sites(program, self.devices, self.name)
         copied = _interleave(program.step, sites)
         step = reduced(copied, program, sites, self.reduction, self.name)
@@ -102,7 +103,7 @@ class Replicate(Pass):
             step=step,
             interface=_with_gradients_of(program.interface, sites[0].prefix, copied, step),
             dims=dims_of(program, sites, self.shares),
-            guards=tuple([guard.renamed(site.prefix.__add__) for site in sites for guard in program.guards]),
+            covers=covers.with_guards(guard.renamed(site.prefix.__add__) for site in sites for guard in covers.guards),
             replicas=tuple(site.prefix for site in sites),
             reduction=self.reduction,
             shares=self.shares,

@@ -186,7 +186,7 @@ def _spread(regions: Regions, reduction: Reduction) -> Program:
         step=step,
         interface=replace(_interface(regions, handed), loss=added.get(str(loss), loss)),
         dims=regions.dims(),
-        guards=tuple(dict.fromkeys(regions.guards())),
+        covers=program.covers.with_guards(dict.fromkeys(regions.guards())),
         replicas=tuple(site.prefix for site in regions.replicas),
         reduction=reduction,
         shares=regions.shares,

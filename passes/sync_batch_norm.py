@@ -73,7 +73,7 @@ class SyncBatchNorm(Pass):
         if len(program.replicas) == 1:
             return program
         synchronised = visit(program, list(paths), _Synchronised(program), self.name)
-        return synchronised.with_(guards=_guards(synchronised))
+        return synchronised.with_(covers=synchronised.covers.with_guards(_guards(synchronised)))
 
 
 def sync_batch_norm(program: Program, modules: str | Sequence[str] = _ALL) -> Program:
@@ -243,14 +243,14 @@ def _is_apart(op: Operator) -> bool:
 def _guards(program: Program) -> tuple[Guard, ...]:
     """The guards of a program whose batch norms are over all replicas: together these have to have two rows, where each
     had to, if torch refused a single one and nothing else is another there."""
-    single = [guard for guard in program.guards if _is_of_single_rows(guard)]
+    single = [guard for guard in program.covers.guards if _is_of_single_rows(guard)]
     norms = filter(_is_apart, program.step.ops)
     callback = _Synchronised(program)
     if not single or any(map(callback.is_over_batch, norms)) or not _takes_single_rows(program):
-        return program.guards
+        return program.covers.guards
     rows = [guard.size for guard in single]
     together = Guard(reduce(_sum, rows), ">=", 2, 0, f"{REFUSAL}: all replicas have one row together")
-    return (*[guard for guard in program.guards if guard not in single], together)
+    return (*[guard for guard in program.covers.guards if guard not in single], together)
 
 
 def _is_of_single_rows(guard: Guard) -> bool:

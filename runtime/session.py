@@ -185,7 +185,7 @@ class Session(Stepping):
 
         Tensors are split over the replicas along their batch dimension, by torch.chunk's rule or by the program's
         shares, see :func:`graphir.passes.replicate`; other batch sizes than the captured one are fine unless
-        ``plan.program.fixed`` says otherwise. Where a share would be one row, which
+        ``plan.program.covers`` says otherwise. Where a share would be one row, which
         the program does not take, there are fewer shares. A replica that gets no rows computes nothing but its update,
         with the gradients of the others. A batch of one row is recorded by itself, if the module is there, and taken by
         the first replica.

@@ -75,8 +75,8 @@ class Stepping:
         self.plan, self._intraop = plan, intraop
         # What holds too much on a logical device may be placed otherwise, so that is said first.
         checks: list[Callable[[Dims], None]] = [] if common.limits is None else [common.limits.check_of(plan)]
-        checks += [limit.check] if witness is None else [limit.check, witness_of(witness, program)]
-        self._scatter = Scatter(program, places, options.threads, checks)
+        seen = None if witness is None else witness_of(witness, program)
+        self._scatter = Scatter(program, places, options.threads, [*checks, limit.check], seen)
         self._gather = Gather(program)
         self._setting = Setting(
             plan,

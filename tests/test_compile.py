@@ -82,7 +82,7 @@ def test_sizes_that_follow_need_one_plan() -> None:
     with warnings.catch_warnings(), compiled(model) as step:
         warnings.simplefilter("error")
         trains_as_eager(step, model, [6, 5, 9, 1])
-        assert len(step.plans) == 1 and step.plan.program.fixed == ""
+        assert len(step.plans) == 1 and step.plan.program.covers.fixed == ""
 
 
 def test_named_dimensions_need_one_plan() -> None:
@@ -117,7 +117,7 @@ def test_fixed_sizes_share_their_state_through_changing_plans(devices: list[int]
     with compiled(model, count=6 * len(devices), devices=devices) as step:
         counts = [n * len(devices) for n in (6, 4, 6, 3, 4, 6)]
         trains_as_eager(step, model, counts, len(devices))
-        assert "aten.split.Tensor" in step.plan.program.fixed
+        assert "aten.split.Tensor" in step.plan.program.covers.fixed
         assert len(step.plans) == 3
 
 

@@ -140,7 +140,7 @@ def test_a_forward_is_exported_and_captured_again_with_the_same_bits() -> None:
     exported = graphir.to_exported(program)
     assert exported.state_dict.keys() == dict(model.named_parameters()).keys() | dict(model.named_buffers()).keys()
     again = capture(exported, (x,))
-    assert again.name == "exported" and not again.fixed
+    assert again.name == "exported" and not again.covers.fixed
     with Session(passes.emit(again), again.state) as session, torch.no_grad():
         for rows in (len(x), 3):
             batch = torch.randn(rows, *x.shape[1:])

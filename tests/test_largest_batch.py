@@ -22,6 +22,7 @@ import graphir
 from graphir import passes, runtime
 from graphir.analysis.topology import Speed
 from graphir.errors import PassError
+from graphir.ir.covers import Covers
 from graphir.ir.guard import parse_guard
 from graphir.ir.program import Program
 
@@ -187,11 +188,11 @@ def test_measured_steps_of_all_replicas_and_micro_batches_keep_within_the_limits
 def test_guards_bound_the_search(program: Program) -> None:
     limits = {"gpu:0": held(program, 100)}
     guarded = at(program, 50).with_(
-        guards=tuple([parse_guard(text, "another branch") for text in ("batch<=90", "batch%4==2", "batch>=10")])
+        covers=Covers(tuple([parse_guard(text, "another branch") for text in ("batch<=90", "batch%4==2", "batch>=10")]))
     )
     (row,) = largest(guarded, limits, options=[]).rows
     assert row.batch == 90 and row.beyond == "batch=91 does not meet batch<=90: another branch"
-    tight = program.with_(guards=(parse_guard("batch%16==0", "another branch"),))
+    tight = program.with_(covers=Covers((parse_guard("batch%16==0", "another branch"),)))
     (row,) = largest(tight, limits, options=[]).rows
     assert row.batch == 96 and row.beyond.startswith("112 rows: gpu:0 lacks ")
 
@@ -210,7 +211,7 @@ def test_a_row_that_cannot_says_why(program: Program) -> None:
     assert row.balanced is None and row.batch == 0
     assert row.beyond == "limits and devices name no device beside gpu:0"
     assert str(found).splitlines()[4].split() == ["shift", "-", "-", "-", "-"]
-    least = program.with_(guards=(parse_guard("batch>=64", "another branch"),))
+    least = program.with_(covers=Covers((parse_guard("batch>=64", "another branch"),)))
     alone = largest(least, {"gpu:0": held(program, 64) - 1}, options=["recompute"])
     assert [row.batch > 0 for row in alone.rows] == [False, True]
     assert alone.rows[0].beyond.startswith("64 rows: gpu:0 lacks 1 B of ")

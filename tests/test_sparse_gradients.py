@@ -73,7 +73,7 @@ def captured(make: Make, model: nn.Module | None = None, size: int = 4) -> tuple
     model = model or Recommender()
     features, categories, clicks = batch(size, 0)
     program = graphir.capture(model, (features, categories), targets=(clicks,), loss=F.mse_loss, optimizer=make(model))
-    assert not program.fixed
+    assert not program.covers.fixed
     return program, model
 
 

@@ -387,7 +387,10 @@ class _Alone:
             gradients={},
         )
         return self._whole.with_(
-            step=step, interface=self._interface(), dims={self._first + BATCH: self._recorded.dims[BATCH]}, guards=()
+            step=step,
+            interface=self._interface(),
+            dims={self._first + BATCH: self._recorded.dims[BATCH]},
+            covers=self._recorded.covers.with_guards(()),
         )
 
     def _interface(self) -> Interface:

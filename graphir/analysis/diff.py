@@ -229,7 +229,7 @@ def _nets(subject: _Subject) -> _Nets:
 def _guards(before: _Subject, after: _Subject) -> tuple[str, ...]:
     if isinstance(before, Net) or isinstance(after, Net):
         return ()
-    return _alone(*[list(map(str, program_of(subject).guards)) for subject in (before, after)])
+    return _alone(*[list(map(str, program_of(subject).covers.guards)) for subject in (before, after)])
 
 
 def _program(before: _Subject, after: _Subject) -> tuple[str, ...]:
@@ -242,9 +242,10 @@ def _program(before: _Subject, after: _Subject) -> tuple[str, ...]:
 
 
 def _said(program: Program) -> list[str]:
-    """Why sizes are fixed, and the caveats."""
-    fixed = [f"fixed: {program.fixed}"] if program.fixed else []
-    return [*fixed, *[f"caveat: {text}" for text in program.caveats]]
+    """Why sizes are fixed, or recorded ones alone are covered, and the caveats."""
+    covers = program.covers
+    reasons = [f"{name}: {reason}" for name, reason in (("fixed", covers.fixed), ("only", covers.only)) if reason]
+    return [*reasons, *[f"caveat: {text}" for text in program.caveats]]
 
 
 def _alone(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from ..ir.blob import STATE_ROLES
+from ..ir.fitting import point_text
 from ..ir.net import Net
 from ..ir.program import Program
 from ..ir.tensor import same_bits
@@ -72,9 +73,12 @@ def _replicas(a: Program, b: Program) -> _Pairs:
 
 def _sizes(a: Program, b: Program) -> _Pairs:
     yield "captured sizes", dict(a.dims), dict(b.dims)
-    yield "fixed sizes", bool(a.fixed), bool(b.fixed)
-    ours, theirs = (sorted({str(guard) for guard in program.guards}) for program in (a, b))
+    yield "fixed sizes", bool(a.covers.fixed), bool(b.covers.fixed)
+    ours, theirs = (sorted({str(guard) for guard in program.covers.guards}) for program in (a, b))
     yield "guards", ours, theirs
+    yield "sizes that are recorded alone", bool(a.covers.only), bool(b.covers.only)
+    ours, theirs = (sorted(map(point_text, program.covers.recorded)) for program in (a, b))
+    yield "recorded sizes", ours, theirs
 
 
 def _interface(a: Program, b: Program) -> _Pairs:

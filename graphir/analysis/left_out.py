@@ -307,7 +307,7 @@ class LeftOut:
         return whole.with_(
             step=step,
             dims={dim: value for dim, value in whole.dims.items() if prefix_of(dim) not in self._without},
-            guards=tuple(self._guards()),
+            covers=whole.covers.with_guards(self._guards()),
         )
 
     def _is_input_of_left_out(self, name: str) -> bool:
@@ -336,7 +336,7 @@ class LeftOut:
 
     def _guards(self) -> Iterator[Guard]:
         """Guards of the rows that there are."""
-        for guard in self._whole.guards:
+        for guard in self._whole.covers.guards:
             if all(prefix_of(dim) in self._without for dim in guard.dims):
                 continue
             size = self._size(guard.size)

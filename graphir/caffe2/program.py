@@ -9,6 +9,7 @@ from typing import Final, NoReturn
 
 from ..errors import GraphirError, nearest
 from ..ir.blob import Blob, Role
+from ..ir.covers import Covers
 from ..ir.device import Device, DeviceName
 from ..ir.dtype import ITEMSIZE
 from ..ir.files.disk import path_of
@@ -108,7 +109,7 @@ def load_program(
     blobs = _described(net, _devices(net, in_first), roles, known)
     ops = tuple([op._replace(phase="init") for op in first.ops])
     first = first.with_(ops=ops, blobs=_described(first, in_first, in_init, known))
-    return Program(net.name, first, net.with_(blobs=blobs), fixed=_FIXED, replicas=replicas)
+    return Program(net.name, first, net.with_(blobs=blobs), covers=Covers(fixed=_FIXED), replicas=replicas)
 
 
 def _loaded(source: object, argument: str) -> tuple[Net, str]:

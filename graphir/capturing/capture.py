@@ -19,7 +19,7 @@ from ..process import fork_waits_for
 from .intake.arguments import Arguments, read_arguments
 from .intake.evaluation import warn_of_evaluation
 from .intake.optimizers import Group, read_optimizer, with_forms_of_cuda
-from .intake.options import read_options, refuse_loss, refuse_model, refuse_output
+from .intake.options import read_options, read_sizes, refuse_loss, refuse_model, refuse_output
 from .intake.snapshots import snapshots
 from .intake.state import ModelState, overlaps, read_state
 from .isolate.alone import run_here_alone
@@ -60,6 +60,7 @@ def capture(
     loss_scale: float | torch.amp.GradScaler | None = None,
     allow_changes: Iterable[str] = (),
     target: str | None = None,
+    sizes: Iterable[Mapping[str, int]] = (),
     name: str | None = None,
 ) -> Program:
     """Capture a step of *model*: forward, loss, backward and update, as one program.
@@ -106,13 +107,17 @@ def capture(
             CUDA ``torch.autocast`` has CUDA's casts, for the host's device type too, which tensors have while they are
             recorded; an optimizer that names no form has CUDA's; and ``program.caveats`` says what only the device
             knows. By default CUDA where autocast for CUDA is entered, in the step or around the capture; else the host.
+        sizes: further sizes that the program has to cover, such as ``[{"batch": 64}, {"batch": 128}]``; a dimension
+            that is left out is as captured. The step is recorded once more at each and compared with the program. A
+            program that is loaded from a file runs at them, whatever Python asks of sizes.
         name: of the program; by default the class's name in lower case.
 
     Returns:
         A program without prefixes, on ``gpu:0``, whose sizes follow the dimension ``batch`` and those that
-        *batch_dims* names, or whose ``fixed`` says why they don't.
+        *batch_dims* names, or whose ``covers`` says why they don't.
 
     Raises:
+        CoverageError: the step is another one at some of *sizes*.
         CaptureError: the step depends on data in a way that no program can express, or something is not supported.
         VerifyError: the captured program breaks an invariant of the IR, which is a defect of graphir.
     """
@@ -172,10 +177,15 @@ def capture(
         finally:
             step.caches.leave()
         step.caches.check()
-        return program.with_(
-            witness=Witness(step, allow_changes, program, outline, recorded, _capturing),
-            optimizer=None if optimizer is None else weakref.ref(optimizer),
-        )
+    witness = Witness(step, allow_changes, program, outline, recorded, _capturing)
+    listed = read_sizes(sizes, program.dims, program.covers.fixed)
+    for point in listed:
+        witness(point)
+    return program.with_(
+        covers=program.covers.with_recorded(listed),
+        witness=witness,
+        optimizer=None if optimizer is None else weakref.ref(optimizer),
+    )
 
 
 def _positions(backward: object) -> tuple[int, ...] | None:
@@ -235,7 +245,8 @@ def _program_of(
     # What is known is a literal, of which each step makes another tensor.
     constants = {named[v.index]: t for v, t in recording.constants if v.kind == "constant" and not v.known}
     outline = Outline(tuple(named), outcome(recording), len(recording.calls), constants)
-    recorded: list[Dims] = [{**step.arguments.dims, **point} for point in followed.sizes.grid.points]
+    points = [*followed.sizes.grid.points, *followed.covers.recorded]
+    recorded: list[Dims] = [{**step.arguments.dims, **point} for point in points]
     followed.release()
     if step.target.is_cuda:
         program = program.with_(caveats=caveats_of(program.step, step.model, step.options))

@@ -141,7 +141,7 @@ class _Demo:
             phase: sum(op.phase == phase for op in program.step.ops) for phase in ("forward", "backward", "update")
         }
         parameters = sum(p.numel() for p in self.model.parameters())
-        sizes = f"follow {', '.join(program.dims)}" if not program.fixed else f"fixed: {program.fixed}"
+        sizes = f"follow {', '.join(program.dims)}" if not program.covers.fixed else f"fixed: {program.covers.fixed}"
         self.say(f"a training step of {type(self.model).__name__}, {parameters:,} parameters, in {seconds:.2f} s")
         self.say(f"  operators    {len(program.step.ops)}: " + ", ".join(f"{n} {phase}" for phase, n in phases.items()))
         self.say(f"  sizes        {sizes}")

@@ -244,7 +244,12 @@ class _Writer:
                 self.graph.call_function(agreed, (extent, self.size(size), f"{name} along dimension {d}", str(size)))
 
     def guard(self) -> None:
-        for guard in self.program.guards:
+        if self.program.covers.only:
+            raise GraphirError(
+                f"a graph cannot ask for which sizes it holds: {self.program.covers.only}",
+                fix="let Python compute with sizes by sums, products and exact quotients, and compare these",
+            )
+        for guard in self.program.covers.guards:
             if any(dim in self.dims for dim in guard.dims):
                 self.graph.call_function(guarded, (self.size(guard.size), str(guard), guard.reason))
 

@@ -17,7 +17,7 @@ itself, and costs one recording. Where it does not, the check tells.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import product
@@ -57,14 +57,7 @@ class Grid:
         further: points that confirm it, too.
     """
 
-    def __init__(
-        self,
-        dims: Mapping[str, int],
-        check: Mapping[str, int] | None = None,
-        step: int = 0,
-        further: Sequence[Mapping[str, int]] = (),
-    ) -> None:
-        self._dims, self._step = dims, step
+    def __init__(self, dims: Dims, check: Dims | None = None, step: int = 0, further: Sequence[Dims] = ()) -> None:
         exponents = _exponents(tuple(dims))
         values = {dim: _values(dim, value, step) for dim, value in dims.items()}
         self._monomials: list[Monomial] = [
@@ -81,10 +74,6 @@ class Grid:
         self.points.extend(dict(point) for point in further)
         if dims:
             self.points.append(dict(check) if check is not None else {dim: values[dim][-1] for dim in dims})
-
-    def with_point(self, point: Mapping[str, int]) -> Grid:
-        """This grid and a further point."""
-        return Grid(self._dims, self.points[-1], self._step, [*self.points[self._determined : -1], point])
 
     def fit(self, numbers: Sequence[int | None]) -> Size | None:
         """The size that takes these values at the points; None where no polynomial with whole coefficients does.

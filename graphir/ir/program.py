@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, Pr
 from pydantic import BeforeValidator
 
 from ..errors import Gone
+from .covers import Covers
 from .device import Device
 from .frozen import FrozenDict, freeze, frozen, frozen_all
-from .guard import Guard
 from .module_patterns import lineage
 from .net import Net, replaced
 from .parts import Parts
@@ -164,11 +164,10 @@ class Program:
         step: one training or inference step.
         dims: the captured value of each dimension that sizes follow. A captured program has ``batch``; a replicated
             one has ``gpu_0/batch``, ``gpu_1/batch``, ….
-        fixed: why sizes are plain numbers where they are; empty where they follow every named dimension.
+        covers: for which sizes this is the step that eager PyTorch takes, see :class:`.covers.Covers`.
         replicas: the prefix of each replica, by position; ``("",)`` as captured.
         interface: how arguments and results map to blobs.
         history: the text of each pass that was run, in order. It is for people and decides nothing.
-        guards: what the dimensions must satisfy for this to be the step that eager PyTorch takes.
         ahead: how many operators of its destination before its first reader each copy is issued, unless ``emit`` is
             given another number; None: as many as ``emit`` has by default.
         reduction: how the gradients of replicas are put together: ``mean``, where each replica counts by its share of
@@ -195,11 +194,10 @@ class Program:
     init: Net
     step: Net
     dims: Mapping[str, int] = field(default_factory=dict)
-    fixed: str = ""
+    covers: Covers = field(default_factory=Covers)
     replicas: tuple[str, ...] = ("",)
     interface: Interface = field(default_factory=Interface)
     history: tuple[str, ...] = ()
-    guards: tuple[Guard, ...] = ()
     ahead: int | None = None
     reduction: Reduction = "mean"
     caveats: tuple[str, ...] = ()

@@ -103,7 +103,7 @@ class Plans:
         parts = [forward] if halves is None else [halves.forward, halves.backward]
         self._state = LentState(entries, captured.state, parts, replicas.binding)
         self._forward = Function(emit(forward), self._state.tensors, replicas.binding)
-        self._scatter = Scatter(forward, self._forward.places, None, [witness_of(forward, forward)])
+        self._scatter = Scatter(forward, self._forward.places, witness=witness_of(forward, forward))
         self._random = any(op.seed is not None for op in program.step.ops)
         self._fetches = _fetches(forward, self._forward.outputs, replicas.dim)
         self._structure = read_structure(str(forward.interface.results))

@@ -41,7 +41,7 @@ class Batches:
         if fixed := [f"{prefix}{BATCH}" for prefix in self.shares if f"{prefix}{BATCH}" not in program.dims]:
             raise PassError(
                 f"largest_batch: no size of {program.name!r} follows {fixed[0]!r}"
-                + (f"; sizes are fixed: {program.fixed}" if program.fixed else ""),
+                + (f"; sizes are fixed: {program.covers.fixed}" if program.covers.fixed else ""),
                 fix="capture the model so that its sizes follow the batch; "
                 f"dimensions of the program: {', '.join(program.dims) or 'none'}",
             )
@@ -104,7 +104,7 @@ class Batches:
     @cached_property
     def _period(self) -> int:
         """Of so many neighbours, guards of remainders and of single numbers take one, if they take any."""
-        guards = self.program.guards
+        guards = self.program.covers.guards
         return lcm(*[guard.modulus for guard in guards if guard.modulus]) + sum(g.relation == "!=" for g in guards)
 
     def _first(self, numbers: range) -> int:
@@ -116,7 +116,7 @@ class Batches:
         dims = self.dims(number)
         if max(dims.values()) > LARGEST:
             return False
-        bounds = [guard for guard in self.program.guards if not guard.modulus and guard.relation != "!="]
+        bounds = [guard for guard in self.program.covers.guards if not guard.modulus and guard.relation != "!="]
         if not all(guard.holds(dims) for guard in bounds):
             return False
         blobs = self.program.step.blobs

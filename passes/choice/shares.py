@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from graphir.analysis.cost import operator_costs
 from graphir.analysis.memory import memory
+from graphir.analysis.refused import refused_at
 from graphir.errors import PassError
 from graphir.ir.device import Device
 from graphir.ir.program import Program
@@ -136,7 +137,7 @@ def _least(program: Program, batches: Sequence[str], rows: Rows, most: Rows) -> 
         shares = tuple([max(round(share), 1) for share in (rows * number / rows.sum()).tolist()])
         counts = divided(round(rows.sum()), shares)
         dims = {**program.dims, **dict(zip(batches, counts, strict=True))}
-        if 0 not in counts and (counts <= most).all() and all(guard.holds(dims) for guard in program.guards):
+        if 0 not in counts and (counts <= most).all() and not refused_at(program, dims):
             found.append((max(counts / rows), shares))
     nearest = min([excess for excess, _ in found], default=0.0)
     return next((read_shares(shares, len(shares)) for excess, shares in found if excess <= _CLOSE * nearest), ())

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from graphir.errors import CoverageError, SessionError, counted
 from graphir.ir.blob import Blob, bound_layout, overlaps
 from graphir.ir.device import Device
+from graphir.ir.fitting import point_text
 from graphir.ir.guard import Guard
 from graphir.ir.names import base_name
 from graphir.ir.program import Program, Scalar
@@ -88,6 +89,8 @@ class Scatter:
         places: the real device of each logical one; the host where one is missing.
         threads: how many threads one kernel may use; None: as many as in this thread.
         checks: each raises where the program is not to be run with dimensions.
+        witness: raises a CoverageError where the program does not hold with dimensions; None: nobody can tell of sizes
+            that the program does not cover.
 
     Attributes:
         names: the input blobs, in the order in which :meth:`split` gives their tensors.
@@ -105,8 +108,9 @@ class Scatter:
         places: Mapping[Device, torch.device] | None = None,
         threads: int | None = None,
         checks: Sequence[Callable[[Dims], None]] = (),
+        witness: Callable[[Dims], None] | None = None,
     ) -> None:
-        self.program, self.places, self.checks = program, places or {}, checks
+        self.program, self.places, self.checks, self.witness = program, places or {}, checks, witness
         self.threads = threads or torch.get_num_threads()
         self.arguments = Arguments(program.interface.arguments, program.interface.feeds)
         blobs, external = program.step.blobs, set(program.step.external_inputs)
@@ -206,7 +210,7 @@ class Scatter:
             cut.append((share, self.program.step.blobs[name], tuple(leaves[i].shape if whole else shape)))
         dims = self.solve([(share.leaf, blob, shape) for share, blob, shape in cut], leaves, self.shares(rows))
         check_layouts(self.program, dims, self.places, self.threads)
-        for check in self.checks:
+        for check in (*self.checks, self.witness or self.require_known):
             check(dims)
         return Fit(dims, tuple(self.laid_out(share, blob, leaves[share.leaf], dims) for share, blob, _ in cut))
 
@@ -345,10 +349,25 @@ class Scatter:
             for dim in found.keys() - first.keys():
                 first[dim] = i
         dims = {**self.program.dims, **found}
-        for guard in self.program.guards:
-            if not guard.holds(dims):
-                raise self._outside(guard, dims, first)
+        if guard := self.program.covers.broken(dims):
+            refusal = self._outside(guard, dims, first)
+            if self.witness is None or isinstance(refusal, SmallShares):
+                raise refusal
+            try:
+                self.witness(dims)  # the test may make no difference
+            except CoverageError:
+                raise refusal from None
         return dims
+
+    def require_known(self, dims: Dims) -> None:
+        """Refuse sizes of which only a witness could tell whether the program holds."""
+        if unknown := self.program.covers.unknown(dims):
+            raise CoverageError(
+                f"nobody knows whether the program holds at {point_text(dims)}: {unknown}",
+                where=f"program {self.program.name!r}",
+                fix="list these sizes at the capture, graphir.capture(…, sizes=[…]), or keep the captured program and "
+                "give it to the session: witness=program",
+            )
 
     def _outside(self, guard: Guard, dims: Dims, first: Mapping[str, int]) -> CoverageError:
         """The refusal of sizes for which *guard* does not hold; *first* are the leaves that say each dimension."""
@@ -379,8 +398,8 @@ class Scatter:
         wrong = [(d, want) for d, (want, have) in pairs if isinstance(want, int) and want != have]
         if len(shape) != leaf.dim():
             fix = f"give a tensor of {counted(len(shape), 'dimension')}"
-        elif wrong and self.program.fixed:
-            fix = f"its sizes are fixed: {self.program.fixed}"
+        elif wrong and self.program.covers.fixed:
+            fix = f"its sizes are fixed: {self.program.covers.fixed}"
         elif wrong:
             fix = f"dimension {wrong[0][0]} has to be {wrong[0][1]}"
         elif met:

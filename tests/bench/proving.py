@@ -43,7 +43,7 @@ def results(program: Program) -> Iterator[tuple[str, Program, Program]]:
         loaded = graphir.load(path)
         assert isinstance(loaded, Program)
         yield "saved and loaded", program, loaded
-    if "batch" in program.dims or not program.fixed:
+    if "batch" in program.dims or not program.covers.fixed:
         replicated = passes.replicate(program, [0, 1])
         chosen = passes.find_activations(replicated)
         pipeline = passes.Pipeline([

@@ -87,7 +87,7 @@ class Trial:
         """The subject's, and for each guard one that it refuses, if there is a small one."""
         program, replicas = self.original, len(self.original.replicas)
         refused = []
-        for guard in program.guards:
+        for guard in program.covers.guards:
             broken = [n for n in range(1, _MOST_ROWS) if not guard.holds(dict.fromkeys(program.dims, n))]
             refused += broken[:1]
         return list(dict.fromkeys([*self.subject.sizes, *(n * replicas for n in refused)]))
@@ -174,7 +174,15 @@ def _as_called(program: Program) -> tuple[Any, ...]:
     step = program.step
     inputs = [(name, step.blobs[name].role) for name in step.external_inputs if step.blobs[name].role == "input"]
     sizes = [step.blobs[name].shape for name, _ in inputs]
-    return program.interface, program.replicas, program.guards, program.dims, step.external_outputs, inputs, sizes
+    return (
+        program.interface,
+        program.replicas,
+        program.covers.guards,
+        program.dims,
+        step.external_outputs,
+        inputs,
+        sizes,
+    )
 
 
 def _plan(program: Program) -> Plan:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from graphir.ir.blob import STATE_ROLES, Blob
+from graphir.ir.guard import Guard
 from graphir.ir.operator import PURE, Operator
 from graphir.ir.program import Program
 from graphir.ir.size import Polynomial
@@ -248,26 +249,28 @@ def fetches(program: Program, draw: Random) -> Found:
 
 def guards(program: Program, draw: Random) -> Found:
     """A guard is missing, or says something else."""
-    found = program.guards
+    found = program.covers.guards
+
+    def given(guards: tuple[Guard, ...]) -> Program:
+        return program.with_(covers=program.covers.with_guards(guards))
+
     for i, guard in enumerate(found):
-        yield f"no {guard}", program.with_(guards=found[:i] + found[i + 1 :])
+        yield f"no {guard}", given(found[:i] + found[i + 1 :])
         for number in (1, -1, 2):
-            yield f"{guard} by {number}", program.with_(guards=_at(found, i, number=guard.number + number))
+            yield f"{guard} by {number}", given(_at(found, i, number=guard.number + number))
         for relation in ("<=", ">=", "==", "!="):
             if relation != guard.relation:
-                yield f"{guard} with {relation}", program.with_(guards=_at(found, i, relation=relation))
-        yield f"{guard} doubled", program.with_(guards=(*found, guard))
-        yield f"{guard} of remainders", program.with_(guards=_at(found, i, modulus=2, relation="==", number=0))
-        yield f"another reason of {guard}", program.with_(guards=_at(found, i, reason="nobody knows"))
-    from graphir.ir.guard import Guard
-
+                yield f"{guard} with {relation}", given(_at(found, i, relation=relation))
+        yield f"{guard} doubled", given((*found, guard))
+        yield f"{guard} of remainders", given(_at(found, i, modulus=2, relation="==", number=0))
+        yield f"another reason of {guard}", given(_at(found, i, reason="nobody knows"))
     for name in program.dims:
         size = Polynomial.of({(name,): 1})
         assert isinstance(size, Polynomial)
         for number in (1, 2, 3, 4):
             for relation in ("!=", ">=", "<="):
                 more = Guard(size, relation, number)
-                yield f"{more} as well", program.with_(guards=(*found, more))
+                yield f"{more} as well", given((*found, more))
 
 
 def roles(program: Program, draw: Random) -> Found:

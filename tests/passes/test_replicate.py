@@ -12,6 +12,7 @@ from small import two_layers
 import graphir
 from graphir import passes
 from graphir.errors import PassError
+from graphir.ir.covers import Covers
 
 
 def test_text_of_two_replicas(golden: Callable[[str, str], None]) -> None:
@@ -154,7 +155,7 @@ def test_bad_shares_are_refused(shares: Any, message: str) -> None:
 
 def test_unlike_shares_of_fixed_sizes_are_refused() -> None:
     for program, reason in (
-        (two_layers().with_(fixed="a view"), "a view"),
+        (two_layers().with_(covers=Covers(fixed="a view")), "a view"),
         (two_layers(), "no dimension is the batch"),
     ):
         with pytest.raises(PassError, match=rf"so that shares cannot differ: {reason}\n  fix  let its sizes follow"):
@@ -200,7 +201,7 @@ def test_other_shares_are_refused_as_first_ones_are() -> None:
     ):
         with pytest.raises(PassError, match=message):
             passes.replicate(program, devices=[0, 1], shares=shares)
-    fixed = passes.replicate(two_layers().with_(fixed="a view"), devices=[0, 1])
+    fixed = passes.replicate(two_layers().with_(covers=Covers(fixed="a view")), devices=[0, 1])
     with pytest.raises(PassError, match=r"so that shares cannot differ: a view\n  fix  let its sizes follow"):
         passes.replicate(fixed, devices=[0, 1], shares=[3, 1])
     for devices in ([1, 0], [0, 2], [0, 1, 2]):

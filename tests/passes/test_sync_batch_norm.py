@@ -304,7 +304,7 @@ def test_a_loaded_program_is_synchronised(tmp_path: Path) -> None:
     assert isinstance(loaded, Program)
     ours, theirs = passes.sync_batch_norm(loaded), passes.sync_batch_norm(program)
     assert ours.step == theirs.step
-    assert ours.guards == program.guards, "whether the model is the same at one row, nobody can ask"
+    assert ours.covers.guards == program.covers.guards, "whether the model is the same at one row, nobody can ask"
 
 
 def test_the_history_runs_again() -> None:
@@ -377,10 +377,10 @@ def test_replicas_need_two_rows_together() -> None:
     """Torch refuses to normalise one value a channel. Replicas have the others', too."""
     before = replicated(3)
     after = passes.sync_batch_norm(before)
-    assert [str(guard) for guard in before.guards] == ["gpu_0/batch>=2", "gpu_1/batch>=2", "gpu_2/batch>=2"]
-    assert [str(guard) for guard in after.guards] == ["gpu_0/batch+gpu_1/batch+gpu_2/batch>=2"]
+    assert [str(guard) for guard in before.covers.guards] == ["gpu_0/batch>=2", "gpu_1/batch>=2", "gpu_2/batch>=2"]
+    assert [str(guard) for guard in after.covers.guards] == ["gpu_0/batch+gpu_1/batch+gpu_2/batch>=2"]
     some = passes.sync_batch_norm(before, "stem")
-    assert some.guards == before.guards, "the others still need two rows each"
+    assert some.covers.guards == before.covers.guards, "the others still need two rows each"
     with (
         runtime.Session(passes.emit(some), some.state) as session,
         pytest.raises(graphir.CoverageError, match=r"batch>=2: .*Expected more than 1 value per channel"),
@@ -395,7 +395,7 @@ def test_a_model_that_differs_at_one_row_keeps_its_guards() -> None:
             return out if len(x) != 1 else out * 2
 
     before = replicated(2, Branching().double())
-    assert passes.sync_batch_norm(before).guards == before.guards
+    assert passes.sync_batch_norm(before).covers.guards == before.covers.guards
 
 
 def test_single_precision_is_close() -> None:

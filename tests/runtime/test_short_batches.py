@@ -352,7 +352,7 @@ def test_fixed_sizes_need_all_their_rows() -> None:
     x, y = torch.randn(4, 3), torch.randint(0, 2, (4,))
     model = Halves()
     program = graphir.capture(model, (x,), targets=(y,), loss=F.cross_entropy, optimizer=sgd(model))
-    assert program.fixed
+    assert program.covers.fixed
     text = r"has 4 rows along dimension 0, too few for 3 replicas: torch\.chunk makes 2 shares of at most 2"
     fix = refused(text, passes.replicate(program, [0, 1, 2]), x, y).fix
     assert fix.startswith("give at least 3 rows")

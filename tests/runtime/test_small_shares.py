@@ -66,7 +66,7 @@ def of(example: Example, **options: Any) -> Program:
 def programs() -> tuple[Example, Program, dict[str, Program]]:
     example = attention()
     program = of(example, optimizer=adam(example.model))
-    assert [str(guard) for guard in program.guards] == ["batch>=2"]
+    assert [str(guard) for guard in program.covers.guards] == ["batch>=2"]
     replicated = passes.replicate(program, [2, 0, 1, 3])
     activations = passes.find_activations(replicated)
     moved = passes.shift_activations(replicated, activations[len(activations) // 2 :], shifts={2: 4, 0: 5, 1: 4, 3: 5})
@@ -291,7 +291,7 @@ class Doubled(nn.Module):
 def test_outputs_are_gathered_from_fewer_replicas() -> None:
     model = Doubled()
     program = graphir.capture(model, (torch.randn(6, 3),))
-    assert [str(guard) for guard in program.guards] == ["batch>=2"]
+    assert [str(guard) for guard in program.covers.guards] == ["batch>=2"]
     with torch.no_grad(), Session(passes.emit(passes.replicate(program, range(4))), program.state) as session:
         for rows in range(1, 10):
             x = torch.randn(rows, 3)

@@ -72,7 +72,7 @@ def batch_of(row: Row, size: int, step: int) -> Batch:
 def captured(row: Row, model: nn.Module, optimizer: torch.optim.Optimizer) -> Program:
     """The row's program, whose sizes follow the batch unless the row says otherwise, with gradients handed back."""
     program = capture(row, model, optimizer, row.batch_dims)
-    assert (row.fixed and row.fixed in program.fixed) or row.fixed == program.fixed
+    assert (row.fixed and row.fixed in program.covers.fixed) or row.fixed == program.covers.fixed
     assert_names_are_recognisable(program, model)
     return program
 
@@ -149,7 +149,7 @@ def test_training_has_the_bits_of_eager(name: str, optimizer: str) -> None:
         runtime.Session(plan, program.state, executor="reference") as reference,
         runtime.Session(plan, program.state, executor="threads") as threads,
     ):
-        for step, size in enumerate((row.size, row.size, row.size + (not program.fixed))):
+        for step, size in enumerate((row.size, row.size, row.size + (not program.covers.fixed))):
             batch = batch_of(row, size, step)
             arguments = copy.deepcopy((*batch.inputs, *batch.targets)), copy.deepcopy(batch.kwargs)
             held.zero_grad()

@@ -10,6 +10,7 @@ from torch.utils import _pytree
 
 from ...errors import GraphirError, counted, nearest
 from ...ir.blob import STATE_ROLES, Blob
+from ...ir.covers import Covers
 from ...ir.geometry import Geometry, contiguous, geometry
 from ...ir.net import Net
 from ...ir.operator import Operator
@@ -79,7 +80,7 @@ def lower(
         init=Net(program.init.name, tuple(loads), held),
         step=step,
         dims={},
-        fixed=_FIXED,
+        covers=Covers(fixed=_FIXED),
         replicas=("",),
         interface=_interface(builder, names, held),
         state={**tensors, "step": torch.tensor(0, device="cpu")},

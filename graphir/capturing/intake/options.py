@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 
 from ...errors import CaptureError
+from ...ir.size import LARGEST, Dims
 from ..words.places import where
 
-__all__ = ["LossScaler", "Options", "read_options", "refuse_loss", "refuse_model", "refuse_output"]
+__all__ = ["LossScaler", "Options", "read_options", "read_sizes", "refuse_loss", "refuse_model", "refuse_output"]
 
 
 class LossScaler(NamedTuple):
@@ -147,6 +149,30 @@ def refuse_model(model: object, taker: str = "capture") -> None:
                 where=where(path),
                 fix="pass the nn.Module that was scripted or traced",
             )
+
+
+def read_sizes(sizes: Iterable[Mapping[str, int]], dims: Dims, fixed: str) -> list[Dims]:
+    """The sizes that ``capture`` was told to record, with a value for each dimension of the program.
+
+    Args:
+        sizes: as they were given.
+        dims: the captured value of each dimension of the program.
+        fixed: why sizes don't follow others.
+
+    Raises:
+        CaptureError: they name no dimension of the program, or what is no size.
+    """
+    found: list[Dims] = []
+    for given in sizes:
+        for dim, size in given.items() if isinstance(given, Mapping) else [(given, 0)]:
+            if dim not in dims or type(size) is not int or not 1 <= size <= LARGEST:
+                raise CaptureError(
+                    f"sizes has {given!r}, and the program has the dimensions {', '.join(dims) or 'none'}"
+                    + (f"; sizes are fixed: {fixed}" if fixed else ""),
+                    fix="give mappings from dimensions to sizes from 1 up: sizes=[{'batch': 64}]",
+                )
+        found.append({**dims, **given})
+    return found
 
 
 def refuse_loss(loss: object, targets: object) -> None:

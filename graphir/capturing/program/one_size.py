@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...errors import CaptureError
+from ...ir.covers import Covers
 from ...ir.fitting import Grid
 from ...ir.operator import Operator
 from ...ir.program import Program
@@ -47,7 +48,7 @@ def program_at_one_size(
     Raises:
         CaptureError: the recording reads other constants than the captured program, or other parameters have gradients.
     """
-    followed = Followed(Sizes([recording], Grid({})), {}, "recorded at one size")
+    followed = Followed(Sizes([recording], Grid({})), {}, Covers(fixed="recorded at one size"))
     program, names = build_program(step, followed, {}, name=captured.name, optimizer=captured.interface.optimizer)
     for value, tensor in recording.constants:
         if value.kind == "constant" and not holds(names[value.index], tensor):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ...errors import GraphirError
@@ -111,6 +111,23 @@ class Extents:
         ]
         return (*symbols, *[(test.holds, test.left, test.right) for test in self.tests])
 
+    def other_outcome(self, other: Extents) -> str:
+        """The place of the first test that came out otherwise in another recording; empty where none did."""
+        for mine, its in zip(self.tests, other.tests, strict=False):
+            if (mine.left, mine.right) != (its.left, its.right):
+                break
+            if mine.holds is not its.holds:
+                return mine.place
+        return ""
+
+    def moduli(self) -> Iterator[int]:
+        """The numbers of which remainders were taken."""
+        for symbol in self.symbols.values():
+            if isinstance(symbol, Derived) and symbol.operation is operator.mod:
+                _, by = symbol.operands
+                if isinstance(by, int) and by:
+                    yield by
+
     def axis(self, value: Value, dim: int, size: int, of: str = "shape") -> Extent:
         """The integer *size*, as what :class:`Axis` says of a value."""
         name = self._names.get((value.index, dim, of))
@@ -149,10 +166,9 @@ class Extents:
 
     def counted(self, number: int, length: int, step: int) -> None:
         """Note that a *length* has a *number* of steps, the last of which may be shorter."""
+        self.compared(operator.le, length, number * step)
         if number:
-            self.compared(operator.eq, -(-length // step), number)
-        else:
-            self.compared(operator.le, length, 0)
+            self.compared(operator.gt, length, (number - 1) * step)
 
     def compared(self, holds: Callable[[Any, Any], bool], left: int | float, right: int | float) -> bool:
         """Whether *holds* of the two numbers, which is noted."""

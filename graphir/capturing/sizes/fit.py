@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 from ...ir.blob import contiguous_strides
 from ...ir.fitting import Grid, NotPolynomial, point_text
+from ...ir.guard import Guard
 from ...ir.operator import Arg
 from ...ir.optypes.table import operator_type
 from ...ir.size import BATCH, Shape, Size, product, size_dims
 from ...ir.tensor import same_bits
-from ..record.extents import Axis, Extents
+from ..record.extents import Axis
 from ..record.values import Call, Value
 from ..step.comparison import differing_part
 from ..step.recorded_step import Recording
@@ -35,7 +36,6 @@ class Sizes:
         recording: the first, whose values and calls the others agree with.
         geometries: of each value, at its index.
         args: of each call, at its position.
-        guards: what the dimensions must satisfy for Python's tests of sizes to come out as they did.
         grid: the points that they are of.
 
     Args:
@@ -54,11 +54,27 @@ class Sizes:
             self._compare()
         self.geometries = [self._geometry(values) for values in zip(*(r.values for r in recordings), strict=True)]
         self.args = [self._args(calls) for calls in zip(*(r.calls for r in recordings), strict=True)]
-        # Where a test makes no difference, each side has tests of its own; mostly all recordings have the same.
-        asked: dict[object, Extents] = {}
-        for recording in recordings:
-            asked.setdefault(recording.extents.asked(), recording.extents)
-        self.guards = [guard for extents in asked.values() for guard in guards_of(extents, self.axis, grid.points)]
+
+    def guards(self) -> list[Guard]:
+        """What the dimensions must satisfy for Python to ask and to compute as it did in the recordings.
+
+        Raises:
+            NotPolynomial: it asked otherwise in some of them, or what no guard can say.
+        """
+        if self.asked_otherwise:
+            raise NotPolynomial(self.asked_otherwise)
+        return list(guards_of(self.recording.extents, self.axis, self.grid.points))
+
+    @property
+    def asked_otherwise(self) -> str:
+        """Where Python asked otherwise about sizes than at the first point; empty where it asked the same at all."""
+        first = self.recording.extents
+        for other, point in zip(self._recordings, self.grid.points, strict=True):
+            if other.extents.asked() != first.asked():
+                place = first.other_outcome(other.extents)
+                how = f"a test in {place} comes out otherwise" if place else "Python asks otherwise about sizes"
+                return f"{how} at {point_text(point)} than at {point_text(self.grid.points[0])}"
+        return ""
 
     def axis(self, axis: Axis) -> Size:
         """The size, stride or offset that an axis is."""

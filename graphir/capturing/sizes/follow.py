@@ -1,17 +1,20 @@
 """Sizes that follow named dimensions: which recordings of a step are taken, and which dimensions its sizes follow.
 
 Where operators differ or a number is no polynomial, the program keeps the captured sizes and says why: in the
-dimensions where that shows, if the others follow without them.
+dimensions where that shows, if the others follow without them. Where Python asks of sizes what no guard can say, the
+program holds for the recorded sizes alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import lcm
 from typing import Final, NamedTuple
 
 from ...errors import CaptureError
+from ...ir.covers import Covers
 from ...ir.fitting import Grid, NotPolynomial, point_text
 from ...ir.guard import Guard
 from ...ir.size import BATCH, Dims, dimension
@@ -19,16 +22,13 @@ from ..step.again import run_until_alike
 from ..step.recorded_step import Recording
 from ..step.recording import Step
 from .fit import Sizes, grown_dims
-from .guards import guards_of, simplified, steady_in
+from .guards import simplified
 from .thresholds import threshold_in
 
 __all__ = ["Followed", "follow_dims"]
 
 _IN_A_ROW: Final = 3
 """As many recordings in a row are of one step: one that alternates in so many turns, or fewer, is seen."""
-
-_MOST_FURTHER: Final = 4
-"""How many further recordings are taken."""
 
 
 class _Threshold(NotPolynomial):
@@ -41,8 +41,7 @@ class Followed(NamedTuple):
     Attributes:
         sizes: of a step.
         dims: the captured value of each dimension that they follow.
-        fixed: why they don't follow others; empty where there are none.
-        guards: what the dimensions must satisfy.
+        covers: for which sizes they hold.
         recordings: all that were taken.
         batch_dims: of each leaf that a forward-only step returns, the first dimension that grows with the batch; None
             where the step could be recorded at one batch only.
@@ -50,8 +49,7 @@ class Followed(NamedTuple):
 
     sizes: Sizes
     dims: dict[str, int]
-    fixed: str
-    guards: tuple[Guard, ...] = ()
+    covers: Covers
     recordings: tuple[Recording, ...] = ()
     batch_dims: Sequence[int | None] | None = None
 
@@ -82,13 +80,12 @@ def follow_dims(step: Step) -> Followed:
 
 def _follow(taken: _Taken, dims: dict[str, int]) -> Followed:
     if not dims:
-        return Followed(taken.sizes({}), {}, "no argument has a batch dimension")
+        return taken.fixed("no argument has a batch dimension")
     try:
-        sizes, guards = taken.guarded(dims)
-        return Followed(sizes, dims, "", guards)
+        return taken.followed(dims)
     except NotPolynomial as e:
         if len(dims) == 1:
-            return Followed(taken.sizes({}), {}, str(e))
+            return taken.fixed(str(e))
         reason = str(e)
     alone: dict[str, int] = {}
     fixed: list[str] = []
@@ -102,10 +99,9 @@ def _follow(taken: _Taken, dims: dict[str, int]) -> Followed:
         fixed = [f"all but {BATCH} are fixed: {reason}"]
         alone = {BATCH: dims[BATCH]}
     try:
-        sizes, guards = taken.guarded(alone)
-        return Followed(sizes, alone, "; ".join(fixed), guards)
+        return taken.followed(alone, "; ".join(fixed))
     except NotPolynomial as e:
-        return Followed(taken.sizes({}), {}, "; ".join([*fixed, str(e)]))
+        return taken.fixed("; ".join([*fixed, str(e)]))
 
 
 class _Taken:
@@ -122,19 +118,32 @@ class _Taken:
         self.at: dict[tuple[int, ...], Recording] = {}
         self.order: list[tuple[int, ...]] = []
 
-    def guarded(self, dims: Mapping[str, int]) -> tuple[Sizes, tuple[Guard, ...]]:
-        """The step's sizes as polynomials in *dims*, and what these must satisfy.
+    def fixed(self, reason: str) -> Followed:
+        """The step at the captured sizes alone."""
+        return Followed(self.sizes({}), {}, Covers(fixed=reason))
+
+    def followed(self, dims: dict[str, int], fixed: str = "") -> Followed:
+        """The step with sizes that are polynomials in *dims*, and those for which they hold.
+
+        Args:
+            dims: the captured value of each.
+            fixed: why the sizes don't follow others.
 
         Raises:
             NotPolynomial: they are none.
             CaptureError: no program can express the step.
         """
-        sizes, otherwise = self._above_one(dims)
-        above_one = [Guard(dimension(dim), ">=", 2, reason=why) for dim, why in otherwise.items()]
-        return sizes, simplified([*above_one, *sizes.guards])
+        sizes, above_one, recorded = self._above_one(dims)
+        guards = [Guard(dimension(dim), ">=", 2, reason=why) for dim, why in above_one.items()]
+        covers = Covers(simplified(guards), fixed)
+        try:
+            covers = covers.with_guards(simplified([*guards, *sizes.guards()]))
+        except NotPolynomial as e:  # not of sizes, but of what Python asks of them
+            covers = replace(covers, only=str(e))
+        return Followed(sizes, dims, covers.with_recorded([*sizes.grid.points, *recorded]))
 
-    def _above_one(self, dims: Mapping[str, int]) -> tuple[Sizes, dict[str, str]]:
-        """The step's sizes as polynomials in *dims*, and what is otherwise where one of these is 1.
+    def _above_one(self, dims: Mapping[str, int]) -> tuple[Sizes, dict[str, str], list[Dims]]:
+        """The step's sizes as polynomials in *dims*, what is otherwise where one of these is 1, and further points.
 
         A tensor with a dimension of 1 may be contiguous in several ways, so PyTorch may take a view of it where it
         copies larger ones; and some modules refuse it.
@@ -145,97 +154,79 @@ class _Taken:
         """
         ones = dict.fromkeys(dims, 1)
         try:
-            return self.sizes(dims, ones), {}
+            sizes = self.sizes(dims, ones)
         except _Threshold:
             raise
         except NotPolynomial as e:
-            reason = str(e)
-        sizes = self.sizes(dims)
+            return self.sizes(dims), self._otherwise_at_one(dims, str(e)), []
+        if sizes.asked_otherwise:  # perhaps at 1 alone
+            with contextlib.suppress(NotPolynomial):
+                larger = self.sizes(dims)
+                if not larger.asked_otherwise:
+                    same = larger.grid.points[:-1] == sizes.grid.points[:-1]  # which determine the same polynomials
+                    return larger, {}, [ones] if same else []
+        return sizes, {}, []
+
+    def _otherwise_at_one(self, dims: Mapping[str, int], reason: str) -> dict[str, str]:
+        """Of each dimension that may not be 1, why; *reason* is that of all together."""
         if len(dims) == 1:
-            return sizes, dict.fromkeys(dims, reason)
+            return dict.fromkeys(dims, reason)
         found = {}
         for dim in dims:
             try:
                 self.sizes(dims, {**dims, dim: 1})
             except NotPolynomial as e:
                 found[dim] = str(e)
-        return sizes, found or {dim: reason for dim in dims if dim != BATCH}
+        return found or {dim: reason for dim in dims if dim != BATCH}
 
     def sizes(self, dims: Mapping[str, int], check: Mapping[str, int] | None = None) -> Sizes:
         """The step's sizes as polynomials in *dims*; see :class:`graphir.ir.fitting.Grid` for *check*.
+
+        Where Python's tests come out otherwise at some of the usual points, the step is recorded at points next to the
+        captured one, which may be on one side of the tests. The guards have to exclude the usual points at which it is
+        another step.
 
         Raises:
             NotPolynomial: they are none.
             CaptureError: no program can express the step.
         """
-        grid = Grid(dims, check)
+        usual = Grid(dims, check)
+        error: NotPolynomial | None = None
         try:
-            return self._sizes(grid)
+            found = self._sizes_at(usual)
+            if not found.asked_otherwise:
+                return found
         except _Threshold:
             raise
-        except NotPolynomial:
-            nearer = self._nearer(grid, dims, check)
-            if nearer is None:
-                raise
-        return self._sizes(nearer)
-
-    def _nearer(self, grid: Grid, dims: Mapping[str, int], check: Mapping[str, int] | None) -> Grid | None:
-        """Other points than those of *grid*, where Python's tests come out otherwise; None where these would not help.
-
-        Which axis follows which dimension is guessed by their sizes: a wrong guess makes another grid, no wrong sizes.
-
-        Raises:
-            NotPolynomial: they come out otherwise at *check*.
-        """
-        extents = self.recording(self.step.arguments.dims).extents
-        named = {size: dimension(dim) for dim, size in dims.items()}
-        try:
-            guards = list(guards_of(extents, lambda axis: named.get(axis.size, axis.size), [dims]))
-        except NotPolynomial:
-            return None
-        chosen = slice(None if check is None else -1)  # of the points, those that the grid has chosen
-        if all(guard.holds(point) for guard in guards for point in grid.points[chosen]):
-            return None
-        if check is not None and (broken := next((guard for guard in guards if not guard.holds(check)), None)):
-            raise NotPolynomial(f"{broken} does not hold at {point_text(check)}: {broken.reason}")
-        period = lcm(*(guard.modulus or 1 for guard in guards))
-        for step in (period, -period):
-            nearer = Grid(dims, check, step)
-            points = nearer.points[chosen]
-            if min(min(point.values()) for point in points) > 0 and all(g.holds(p) for g in guards for p in points):
+        except NotPolynomial as e:
+            error = e
+        chosen = usual.points[: None if check is None else -1]
+        for step in self._steps() if self._tests_differ(chosen) else ():
+            grid = Grid(dims, check, step)
+            if min(min(point.values()) for point in grid.points) < 1:
+                continue
+            with contextlib.suppress(NotPolynomial):
+                guards = self._sizes_at(grid).guards()
+                held = [point for point in chosen if all(guard.holds(point) for guard in guards)]
+                nearer = self._sizes_at(Grid(dims, check, step, held))
+                nearer.guards()
                 return nearer
-        return None
+        if error is not None:
+            raise error
+        return found
 
-    def _sizes(self, grid: Grid) -> Sizes:
-        """The step's sizes from recordings at the points of a grid, and at further ones.
+    def _tests_differ(self, points: Sequence[Dims]) -> bool:
+        """Whether a test of Python's comes out otherwise at some of the points, or the step fails there."""
+        try:
+            first, *others = (self.recording({**self.step.arguments.dims, **point}).extents for point in points)
+        except CaptureError:
+            return True
+        return any(first.other_outcome(other) for other in others)
 
-        What Python makes of sizes may be one number at all points, as ``n // 64`` is: where the step is the same with
-        another number, it only tests it, and otherwise the number has to stay.
-        """
-        sizes = self._sizes_at(grid)
-        here, stay = grid.points[0], list[tuple[Guard, ...]]()
-        for steady in steady_in(sizes.recording.extents, sizes.axis, grid.points):
-            if steady.guards in stay or not all(steady.stays(here, point) for point in sizes.grid.points):
-                continue
-            point = steady.elsewhere(here, sizes.guards)
-            if point is None and steady.guards is None:
-                continue
-            few = len(sizes.grid.points) - len(grid.points) < _MOST_FURTHER
-            further = self._sizes_if_alike(sizes.grid.with_point(point)) if point is not None and few else None
-            if further is not None:
-                sizes = further
-            elif steady.guards is not None:
-                stay.append(steady.guards)
-            else:
-                raise NotPolynomial(f"Python makes a number of it in {steady.place}, which no guard can say")
-        sizes.guards += [guard for guards in stay for guard in guards]
-        return sizes
-
-    def _sizes_if_alike(self, grid: Grid) -> Sizes | None:
-        """The step's sizes from recordings at the points of a grid; None where it is another one at some of them."""
-        with contextlib.suppress(NotPolynomial):
-            return self._sizes_at(grid)
-        return None
+    def _steps(self) -> tuple[int, int]:
+        """How far apart points next to the captured one are, above it and below, so that remainders are the same."""
+        period = lcm(*self.recording(self.step.arguments.dims).extents.moduli())
+        return period, -period
 
     def _sizes_at(self, grid: Grid) -> Sizes:
         captured, *others = grid.points

@@ -13,11 +13,12 @@ from pydantic import JsonValue
 from ...errors import GraphirError, nearest
 from ..admitted import admitted
 from ..blob import Blob
+from ..covers import Covers
 from ..device import Device
 from ..dialect import TORCH, dialect_called
 from ..dtype import ITEMSIZE
 from ..frozen import EMPTY, FrozenDict
-from ..guard import Guard, parse_guard
+from ..guard import parse_guard
 from ..net import Net
 from ..operator import PURE, SYMBOLS, Arg, Effects, Operator, Symbol
 from ..plan import Instruction, Plan
@@ -26,7 +27,6 @@ from ..size import LARGEST, Dims, Shape, Size, parse_size
 from .records import (
     AnyFile,
     BlobRecord,
-    GuardRecord,
     NetFile,
     NetRecord,
     OperatorRecord,
@@ -204,11 +204,10 @@ def _program(record: ProgramRecord) -> Program:
         _net(record.init, "program.init"),
         _net(record.step, "program.step"),
         _dims(record.dims, "program.dims"),
-        record.fixed,
+        _covers(record),
         record.replicas,
         record.interface,
         record.history,
-        _guards(record.guards),
         record.ahead,
         record.reduction,
         record.caveats,
@@ -224,11 +223,13 @@ def _note(value: JsonValue) -> Note:
     return tuple([_note(part) for part in value]) if isinstance(value, list) else value
 
 
-def _guards(records: Sequence[GuardRecord]) -> tuple[Guard, ...]:
+def _covers(record: ProgramRecord) -> Covers:
     try:
-        return tuple([parse_guard(record.guard, record.reason) for record in records])
+        guards = tuple([parse_guard(guard.guard, guard.reason) for guard in record.guards])
     except GraphirError as e:
         raise _placed("program.guards", e) from None
+    recorded = tuple([_dims(point, f"program.recorded[{i}]") for i, point in enumerate(record.recorded)])
+    return Covers(guards, record.fixed, record.only, recorded)
 
 
 def _check(instruction: Instruction, ops: int) -> None:

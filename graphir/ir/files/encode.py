@@ -165,13 +165,16 @@ def _notes(program: Program) -> Document:
 
 
 def _program(program: Program, state: Mapping[str, TensorRecord] | None) -> Document:
+    covers = program.covers
     return {
         "name": program.name,
         "dims": dict(program.dims),
-        "fixed": program.fixed,
+        "fixed": covers.fixed,
         "replicas": program.replicas,
         "history": program.history,
-        "guards": [(str(guard), guard.reason) for guard in program.guards],
+        "guards": [(str(guard), guard.reason) for guard in covers.guards],
+        **({"only": covers.only} if covers.only else {}),
+        **({"recorded": [dict(point) for point in covers.recorded]} if covers.recorded else {}),
         **({} if program.ahead is None else {"ahead": program.ahead}),
         **({} if program.reduction == "mean" else {"reduction": program.reduction}),
         **({"caveats": program.caveats} if program.caveats else {}),

@@ -132,7 +132,10 @@ class GuardRecord(NamedTuple):
 
 
 class ProgramRecord(_Record):
-    """A :class:`~graphir.ir.program.Program`; ``state`` says which tensors are stored beside the file, if any are."""
+    """A :class:`~graphir.ir.program.Program`; ``state`` says which tensors are stored beside the file, if any are.
+
+    The program's ``covers`` are the fields ``fixed``, ``guards``, ``only`` and ``recorded`` here.
+    """
 
     name: str
     dims: dict[str, int] = {}
@@ -140,6 +143,8 @@ class ProgramRecord(_Record):
     replicas: tuple[str, ...] = ("",)
     history: tuple[str, ...] = ()
     guards: tuple[GuardRecord, ...] = ()
+    only: OneLine = ""
+    recorded: tuple[dict[str, int], ...] = ()
     ahead: NonNegativeInt | None = None
     reduction: Reduction = "mean"
     caveats: tuple[OneLine, ...] = ()

@@ -10,11 +10,13 @@ import re
 from typing import Any, Final, cast
 
 from ...errors import ParseError, nearest
+from ..covers import Covers
 from ..guard import Guard, parse_guard
 from ..net import Net
 from ..parts import Parts
 from ..plan import KINDS, STREAMS, Event, Instruction, Kind, Plan
 from ..program import REDUCTIONS, Interface, ParamGroup, Program, Reduction, Scalar, Slot
+from ..size import Dims
 from .parse_net import NetReader, read_net
 from .tokens import Line, Lines
 
@@ -70,8 +72,8 @@ def _program(reader: Lines, line: Line) -> Program:
         if not header.statement(reader, line):
             raise line.error(
                 f"unknown statement {line.shown()}",
-                "a program has dims, fixed, caveats, guards, replicas, ahead, reduction, shares, passes, two nets, "
-                "interface",
+                "a program has dims, fixed, caveats, guards, only, recorded, replicas, ahead, reduction, shares, "
+                "passes, two nets, interface",
             )
 
 
@@ -84,6 +86,8 @@ class _Header:
         self.fixed = ""
         self.caveats: list[str] = []
         self.guards: list[Guard] = []
+        self.only = ""
+        self.recorded: list[Dims] = []
         self.replicas: tuple[str, ...] = ("",)
         self.history: tuple[str, ...] = ()
         self.ahead: int | None = None
@@ -109,6 +113,10 @@ class _Header:
             self.caveats.append(line.string(line.take()))
         elif word == "guard":
             self.guards.append(_guard(line))
+        elif word == "only":
+            self.only = line.string(line.take())
+        elif word == "recorded":
+            self.recorded.append(line.assignments(line.take_integer))
         elif word == "replicas":
             self.replicas = line.names()
         elif word == "passes":
@@ -137,11 +145,10 @@ class _Header:
             init,
             step,
             self.dims,
-            self.fixed,
+            Covers(tuple(self.guards), self.fixed, self.only, tuple(self.recorded)),
             self.replicas,
             self.interface,
             self.history,
-            tuple(self.guards),
             self.ahead,
             self.reduction,
             tuple(self.caveats),

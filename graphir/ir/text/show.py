@@ -108,12 +108,17 @@ def _indented(lines: Iterable[str]) -> Iterator[str]:
 def _header(program: Program) -> Iterator[str]:
     if program.dims:
         yield f"  dims {_assignments(program.dims)}"
-    if program.fixed:
-        yield f"  fixed {json_string(program.fixed)}"
+    covers = program.covers
+    if covers.fixed:
+        yield f"  fixed {json_string(covers.fixed)}"
     for caveat in program.caveats:
         yield f"  caveat {json_string(caveat)}"
-    for guard in program.guards:
+    for guard in covers.guards:
         yield f"  guard {json_string(str(guard))} {json_string(guard.reason)}"
+    if covers.only:
+        yield f"  only {json_string(covers.only)}"
+    for point in covers.recorded:
+        yield f"  recorded {_assignments(point)}".rstrip()
     if program.replicas != ("",):
         yield f"  replicas {', '.join(map(quoted, program.replicas))}".rstrip()
     if program.ahead is not None:

@@ -24,6 +24,7 @@ from ...errors import GraphirError
 from ..blob import STATE_ROLES, Blob
 from ..device import CPU
 from ..dtype import TORCH_NAME
+from ..names import base_name
 from ..parts import whole_shape
 from ..program import REDUCTIONS, Program
 from ..shares import read_shares
@@ -40,10 +41,7 @@ def program_problems(program: Program) -> list[Problem]:
 
 
 def _phases(program: Program) -> Iterator[Problem]:
-    for guard in program.guards:
-        for dim in guard.dims:
-            if dim not in program.dims:
-                yield Problem(f"dimension {dim!r} of the guard {guard} has no value")
+    yield from _covers(program)
     if len(set(program.replicas)) != len(program.replicas) or not program.replicas:
         yield Problem(f"the replicas {list(program.replicas)} are not distinct prefixes")
     if program.reduction not in REDUCTIONS:
@@ -56,6 +54,18 @@ def _phases(program: Program) -> Iterator[Problem]:
         for op in net.ops:
             if (op.phase == "init") != initial:
                 yield Problem(f"an operator of {'init' if initial else 'step'} has the phase {op.phase}", op, net)
+
+
+def _covers(program: Program) -> Iterator[Problem]:
+    for guard in program.covers.guards:
+        for dim in guard.dims:
+            if dim not in program.dims:
+                yield Problem(f"dimension {dim!r} of the guard {guard} has no value")
+    names = {base_name(dim) for dim in program.dims}
+    for point in program.covers.recorded:
+        for dim in point:
+            if dim not in names:
+                yield Problem(f"dimension {dim!r} of recorded sizes is none of the program's")
 
 
 def _shares(program: Program) -> Iterator[Problem]:

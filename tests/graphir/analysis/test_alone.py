@@ -34,7 +34,7 @@ def captured(model: nn.Module, trained: bool = True) -> Program:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) if trained else None
     inputs = (torch.randint(0, 7, (4, 3)),)
     program = graphir.capture(model, inputs, loss=lambda y: y.square().mean(), optimizer=optimizer)
-    assert [str(guard) for guard in program.guards] == ["batch>=2"]
+    assert [str(guard) for guard in program.covers.guards] == ["batch>=2"]
     return program
 
 

@@ -13,6 +13,7 @@ from tiny import GPU0, GPU1, dropped, edited, inserted, reblobbed
 
 from graphir.analysis.diff import diff
 from graphir.errors import VerifyError
+from graphir.ir.covers import Covers
 from graphir.ir.guard import parse_guard
 
 TINY, MOVED = tiny.program(), tiny.moved()
@@ -25,8 +26,8 @@ def test_equal_programs() -> None:
 
 
 def test_guards_that_one_has_alone() -> None:
-    ours = tiny.plan(replace(TINY, guards=(parse_guard("batch>=2", ""), parse_guard("batch%4==0", "here"))))
-    theirs = tiny.plan(replace(TINY, guards=(parse_guard("batch%4==0", "there"), parse_guard("batch<=9", ""))))
+    ours = tiny.plan(replace(TINY, covers=Covers((parse_guard("batch>=2", ""), parse_guard("batch%4==0", "here")))))
+    theirs = tiny.plan(replace(TINY, covers=Covers((parse_guard("batch%4==0", "there"), parse_guard("batch<=9", "")))))
     found = diff(ours, theirs)
     assert not found.is_empty and found.guards == ("- batch>=2", "+ batch<=9")
     assert "guards changed: 2\n  - batch>=2\n  + batch<=9" in str(found)
@@ -126,7 +127,7 @@ def test_how_copies_are_issued_and_gradients_reduced() -> None:
 
 def test_what_a_program_says_of_itself() -> None:
     before = program_of("input x : f32[4] @gpu:0").with_(caveats=("one", "two"))
-    after = before.with_(caveats=("two", "three"), fixed="why")
+    after = before.with_(caveats=("two", "three"), covers=Covers(fixed="why"))
     assert diff(before, after).program == ("- caveat: one", "+ fixed: why", "+ caveat: three")
 
 

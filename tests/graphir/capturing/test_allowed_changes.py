@@ -42,7 +42,7 @@ def test_an_allowed_attribute_has_its_value_at_capture_and_is_put_back() -> None
     program = captured(model, ALL)
     assert vars(model) == before and model.calls == 3 and not model.seen
     (scaled,) = [op for op in program.step.ops if op.type == "aten.mul.Tensor" and op.phase == "forward"]
-    assert scaled.args == {"other": 4} and not program.fixed
+    assert scaled.args == {"other": 4} and not program.covers.fixed
 
 
 def test_attributes_of_inner_modules_are_named_by_their_paths() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,12 +49,14 @@ def captured(body: Callable[[Tensor], Tensor], dims: Any = 0) -> Program:
 
 def above_one(program: Program) -> dict[str, str]:
     """The dimensions that are bound from 2 on, and why."""
-    return {guard.dims[0]: guard.reason for guard in program.guards if (guard.relation, guard.number) == (">=", 2)}
+    return {
+        guard.dims[0]: guard.reason for guard in program.covers.guards if (guard.relation, guard.number) == (">=", 2)
+    }
 
 
 def test_where_the_step_is_the_same_one_row_is_taken() -> None:
     program = captured(torch.relu, {0: "batch", 1: "length"})
-    assert program.guards == ()
+    assert program.covers.guards == ()
     assert program.module is not None
     matches_eager(
         program, Example(program.module, (torch.randn(3, 8, 6),), (), lambda y: y.square().mean()), batches=(1,)
@@ -63,7 +66,7 @@ def test_where_the_step_is_the_same_one_row_is_taken() -> None:
 @pytest.mark.parametrize("body", [convolved, patches, rows_last])
 def test_where_it_is_another_one_row_is_recorded_when_it_comes(body: Callable[[Tensor], Tensor]) -> None:
     program = captured(body)
-    assert program.fixed == "" and program.dims == {"batch": 3} and above_one(program).keys() == {"batch"}
+    assert program.covers.fixed == "" and program.dims == {"batch": 3} and above_one(program).keys() == {"batch"}
     eager = program.module
     assert eager is not None
     with Session(passes.emit(program), program.state) as session:
@@ -115,7 +118,9 @@ def test_it_is_printed_saved_verified_and_asked_by_emit(tmp_path: Any) -> None:
     with pytest.raises(PassError, match="takes batch>=2, not batch 1: operator"):
         passes.emit(program, dims={"batch": 1})
     with pytest.raises(GraphirError, match="dimension 'rows' of the guard rows>=2 has no value"):
-        graphir.verify(program.with_(guards=(parse_guard("rows>=2", "why"),)))
+        graphir.verify(program.with_(covers=program.covers.with_guards([parse_guard("rows>=2", "why")])))
+    with pytest.raises(GraphirError, match="dimension 'rows' of recorded sizes is none of the program's"):
+        graphir.verify(program.with_(covers=replace(program.covers, recorded=({"rows": 2},))))
 
 
 def test_fixed_sizes_keep_the_strides_of_dimensions_of_one() -> None:

@@ -31,7 +31,7 @@ def batches(example, sizes):
 def test_micro_batches_have_the_bits_of_the_loop(optimizer):
     example = resnet(6)
     program = captured(example, optimizer, accumulate=3)
-    assert not program.fixed and program.dims == {"batch": 2}
+    assert not program.covers.fixed and program.dims == {"batch": 2}
     runs_as_eager(program, Idioms(example, optimizer, 1, accumulate=3), batches(example, (6, 9)), "reference")
 
 

@@ -95,7 +95,7 @@ MATH: dict[str, dict[str, Any]] = {
 def test_the_fused_kernel_becomes_attention_with_the_bits_of_eager(name: str) -> None:
     given = example(**FUSED[name])
     program = captured(given)
-    assert program.fixed == ""
+    assert program.covers.fixed == ""
     assert [op.type for op in program.step.ops if "attention" in op.type] == [
         "graphir.attention", "graphir.attention_backward",
     ]  # fmt: skip
@@ -106,7 +106,7 @@ def test_the_fused_kernel_becomes_attention_with_the_bits_of_eager(name: str) ->
 def test_what_the_cpus_kernel_does_not_take_is_written_out(name: str) -> None:
     given = example(**MATH[name])
     program = captured(given)
-    assert program.fixed == ""
+    assert program.covers.fixed == ""
     assert not [op for op in program.step.ops if "attention" in op.type]
     matches_eager(program, given, batches=(1, 5))
 

@@ -68,7 +68,7 @@ def test_training_has_the_bits_of_eager(dims: int, executor: Any) -> None:
     x, y = batch(dims, 6, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     program = graphir.capture(model, (x,), targets=(y,), loss=F.cross_entropy, optimizer=optimizer)
-    assert not program.fixed and graphir.parse(str(program)) == program
+    assert not program.covers.fixed and graphir.parse(str(program)) == program
     assert [op.type for op in program.step.ops].count("graphir.cumulative_batch_norm") == 3
     with runtime.Session(passes.emit(program), program.state, executor=executor) as session:
         trained(session, model, dims)

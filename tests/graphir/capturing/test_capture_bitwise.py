@@ -52,7 +52,7 @@ def captured(example: models.Example, make: Callable[[Any], torch.optim.Optimize
 def test_three_batch_sizes_have_the_bits_of_eager(name: str) -> None:
     example = EXAMPLES[name]()
     program = captured(example, OPTIMIZERS["nesterov"])
-    assert program.fixed == ""
+    assert program.covers.fixed == ""
     verify(program)
     matches_eager(program, example, OPTIMIZERS["nesterov"], batches=(2, 5))
 

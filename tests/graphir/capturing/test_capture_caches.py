@@ -85,7 +85,7 @@ def test_what_a_cache_holds_is_computed_by_the_program(place: Callable[[int], Te
     if warm:
         model(x)
     program = capture(model, (x,), loss=lambda out: out)
-    assert not program.fixed
+    assert not program.covers.fixed
     assert not [blob for blob in program.step.blobs.values() if blob.role == "constant"]
     again = capture(model, (x,), loss=lambda out: out)
     assert [op.type for op in again.step.ops] == [op.type for op in program.step.ops]

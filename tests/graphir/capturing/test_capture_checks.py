@@ -21,7 +21,7 @@ def test_the_variance_of_a_gaussian_loss_is_checked_in_each_step(executor: str) 
     model, loss = nn.Linear(3, 2), nn.GaussianNLLLoss()
     x, target, variance = torch.randn(6, 3), torch.randn(6, 2), torch.rand(6, 2)
     program = capture(model, (x,), targets=(target, variance), loss=loss)
-    assert program.fixed == "" and parse(str(program)) == program
+    assert program.covers.fixed == "" and parse(str(program)) == program
     with Session(emit(program), program.state, executor=executor) as session:
         expected = loss(model(x[:4]), target[:4], variance[:4])
         expected.backward()
@@ -73,7 +73,7 @@ def test_what_distributions_look_into_on_their_way_to_a_check_is_one(
 ) -> None:
     x = torch.randn(4, 3)
     program = capture(model, (x, right), batch_dims=((0, None), {}, ()))
-    assert program.fixed == ""
+    assert program.covers.fixed == ""
     with Session(emit(program), program.state) as session:
         assert torch.equal(session.step(x[:2], right), model(x[:2], right))
         with pytest.raises(RunError, match="a parameter of a distribution is outside of what it may be"):

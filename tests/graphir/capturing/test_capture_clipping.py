@@ -34,7 +34,7 @@ CLIPS = [{"clip_grad_norm": 0.1}, {"clip_grad_norm": 1e6}, {"clip_grad_value": 0
 def test_clipping_has_the_bits_of_torch(clip, optimizer):
     example = models.mlp()
     program = captured(example, optimizer, **clip)
-    assert not program.fixed
+    assert not program.covers.fixed
     runs_as_eager(program, Idioms(example, optimizer, 1, **clip), batches(example), "reference")
 
 

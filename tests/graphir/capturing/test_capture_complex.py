@@ -95,7 +95,7 @@ def test_complex_results_are_eagers(body: Body) -> None:
     model = Net(body, grad=False)
     program = capture(model, inputs=(torch.randn(4, 6),))
     with Session(emit(program), program.state, executor="reference") as session:
-        for batch in (4, 4 if program.fixed else 5):
+        for batch in (4, 4 if program.covers.fixed else 5):
             x = torch.randn(batch, 6)
             assert same(session.step(x), model(x))
 

@@ -138,5 +138,5 @@ def test_random_choices_of_fixed_shape_and_copies_of_tensors_are_captured() -> N
             return h.gather(1, chosen) * h.detach().sum().clone()
 
     program = capture(Choosing(), (torch.randn(3, 4),), loss=lambda out: out.sum())
-    assert not program.fixed and not constants(program)
+    assert not program.covers.fixed and not constants(program)
     assert [op.seed for op in program.step.ops if op.type.startswith("aten.multinomial")] == [0]

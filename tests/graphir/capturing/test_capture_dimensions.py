@@ -58,7 +58,7 @@ def test_a_transformer_at_any_batch_and_length() -> None:
 
     inputs, targets = tokens(4, 16)
     program = capture(model, inputs, targets=targets, loss=loss, optimizer=sgd(model), batch_dims=TOKENS)
-    assert program.fixed == "" and program.dims == {"batch": 4, "length": 16}
+    assert program.covers.fixed == "" and program.dims == {"batch": 4, "length": 16}
     sizes = {size for blob in program.step.blobs.values() for size in blob.shape or ()}
     assert parse_size("batch*length") in sizes
     verify(program.with_(dims={"batch": 3, "length": 5}))
@@ -99,7 +99,7 @@ def test_the_number_of_lookups_beside_the_batch() -> None:
     batch_dims = (({0: "batch"}, {0: "lookups"}, {0: "batch"}), {}, 0)
     for named in (dims, batch_dims):
         program = capture(model, inputs, targets=targets, loss=loss, optimizer=sgd(model), batch_dims=named)
-        assert program.fixed == "" and program.dims == {"batch": 6, "lookups": 20}
+        assert program.covers.fixed == "" and program.dims == {"batch": 6, "lookups": 20}
     assert [feed.batch_dim for feed in program.interface.feeds] == [0, None, 0, 0]
     runs_as_eager(program, loss, [bags(*size) for size in [(6, 20), (3, 31), (9, 4), (1, 1)]])
 
@@ -115,7 +115,7 @@ def test_bags_of_any_length_over_replicas() -> None:
     dims = ((0, {0: "batch", 1: "lookups"}), {}, 0)
     program = capture(model, inputs, targets=targets, loss=loss, optimizer=sgd(model), batch_dims=dims)
     sizes = {size for blob in program.step.blobs.values() for size in blob.shape or ()}
-    assert program.fixed == "" and parse_size("batch*lookups") in sizes
+    assert program.covers.fixed == "" and parse_size("batch*lookups") in sizes
     runs_as_eager(replicate(program, [0, 1]), loss, [given(*size) for size in [(4, 9), (7, 2), (3, 12)]])
 
 
@@ -140,7 +140,7 @@ def test_pictures_of_any_height_and_width() -> None:
     inputs, targets = given(4, 9, 8)
     dims = ({0: "batch", 2: "height", 3: "width"}, {}, 0)
     program = capture(model, inputs, targets=targets, loss=F.cross_entropy, optimizer=sgd(model), batch_dims=dims)
-    assert program.fixed == "" and program.dims == {"batch": 4, "height": 9, "width": 8}
+    assert program.covers.fixed == "" and program.dims == {"batch": 4, "height": 9, "width": 8}
     height, width = parse_size("height-2"), parse_size("width-2")
     assert program.step.blobs["conv2"].shape == (dimension("batch"), 4, height, width)
     steps = [given(*size) for size in [(4, 9, 8), (5, 6, 12), (2, 3, 3)]]
@@ -191,7 +191,7 @@ FIXED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 def test_only_the_dimension_that_is_not_followed_is_fixed(case: str) -> None:
     body, reason = FIXED[case]
     program = along(body)
-    assert program.fixed.startswith(reason)
+    assert program.covers.fixed.startswith(reason)
     assert program.dims == {"batch": 4} and program.step.blobs["x"].shape == (dimension("batch"), 8, 3)
     with Session(emit(program), program.state) as session:
         x = torch.randn(5, 8, 3)
@@ -205,13 +205,13 @@ def test_only_the_dimension_that_is_not_followed_is_fixed(case: str) -> None:
 
 def test_a_batch_that_is_not_followed_leaves_the_length() -> None:
     program = along(lambda h: h if int(h.shape[0]) % 2 else h * 2)
-    assert program.fixed.startswith("batch is fixed at 4: operator 4 is aten.mul.Tensor at batch 4, but")
+    assert program.covers.fixed.startswith("batch is fixed at 4: operator 4 is aten.mul.Tensor at batch 4, but")
     assert program.dims == {"length": 8} and program.step.blobs["x"].shape == (4, dimension("length"), 3)
 
 
 def test_dimensions_that_are_followed_one_by_one_only() -> None:
     program = along(lambda h: h * 2 if int(h.shape[0]) > 10 and h.shape[1] < 8 else h)
-    assert program.fixed.startswith(
+    assert program.covers.fixed.startswith(
         "all but batch are fixed: operator 4 is aten.sum.default in loss at batch 4, length 8, but"
     )
     assert program.dims == {"batch": 4}
@@ -219,7 +219,7 @@ def test_dimensions_that_are_followed_one_by_one_only() -> None:
 
 def test_short_sequences_are_recorded_at_longer_ones() -> None:
     program = along(lambda h: h / h.shape[1], length=2)
-    assert program.fixed == "" and program.dims == {"batch": 4, "length": 2}
+    assert program.covers.fixed == "" and program.dims == {"batch": 4, "length": 2}
     divisors = [op.args["other"] for op in program.step.ops if op.type == "aten.div.Tensor" and op.args]
     assert dimension("length") in divisors
 
@@ -286,7 +286,7 @@ def test_many_names_are_terms_by_themselves() -> None:
         def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
             return (xs[1][:, None] * xs[2]).flatten()
 
-    assert "is no polynomial" in capture(Multiplied(), (tensors,), batch_dims=dims).fixed
+    assert "is no polynomial" in capture(Multiplied(), (tensors,), batch_dims=dims).covers.fixed
 
 
 def test_too_many_names() -> None:
@@ -328,14 +328,14 @@ def test_a_size_as_a_float_makes_a_tensor(case: str) -> None:
 def test_a_size_as_a_float_that_makes_the_result_floating_is_fixed() -> None:
     model = Applied(lambda x: x + torch.arange(6) * float(x.shape[1]))
     program = capture(model, (torch.randn(3, 8, 6),), batch_dims={0: "batch", 1: "length"})
-    assert "length is fixed at 8: argument" in program.fixed and "8.0, 7.0" in program.fixed
+    assert "length is fixed at 8: argument" in program.covers.fixed and "8.0, 7.0" in program.covers.fixed
     assert program.dims == {"batch": 3}
 
 
 def test_arguments_that_are_not_numbers_equal_themselves() -> None:
     model = Applied(lambda x: x.masked_fill(x > 1, float("nan")).nan_to_num(0.5))
     program = capture(model, (torch.randn(3, 8, 6),))
-    assert not program.fixed and parse(str(program)) == program
+    assert not program.covers.fixed and parse(str(program)) == program
     with Session(emit(program), program.state) as session:
         x = torch.randn(5, 8, 6)
         assert torch.equal(session.step(x), model(x))

@@ -126,7 +126,7 @@ def test_of_whatever_tensor_it_is(chosen: str) -> None:
 def test_what_is_known_has_its_own_text(name: str) -> None:
     model = Net("known", WAYS[name][0])
     program = capture(model, (torch.randn(4, 3),))
-    assert not program.fixed
+    assert not program.covers.fixed
     x = torch.randn(7, 3)
     with Session(emit(program), program.state) as session:
         assert_same_bits({"out": session.step(x)}, {"out": model(x).detach()}, name)
@@ -145,7 +145,7 @@ def test_printing_and_logging_are_harmless(
     for chosen in ("activation", "buffer", "attribute", "known"):
         is_known = chosen == "known"
         program = capture(Net(chosen, written), (torch.randn(4, 3),))
-        assert not program.fixed and [op.args for op in program.step.ops if op.type == "aten.mul.Tensor"] == [
+        assert not program.covers.fixed and [op.args for op in program.step.ops if op.type == "aten.mul.Tensor"] == [
             {"other": 2}
         ]
     assert builtins.print is PRINT
@@ -158,12 +158,12 @@ def test_what_a_refused_copy_is_to_be_instead(chosen: str) -> None:
     with pytest.raises(CaptureError) as error:
         capture(Net(chosen, WAYS["a copy"][0]), (torch.randn(4, 3),))
     assert error.value.fix.startswith("write tensor.clone() instead")
-    assert not capture(Net(chosen, torch.clone), (torch.randn(4, 3),)).fixed
+    assert not capture(Net(chosen, torch.clone), (torch.randn(4, 3),)).covers.fixed
 
 
 def test_a_size_may_be_copied() -> None:
     model = Net("activation", lambda t: copy.copy(t.shape)[1])
-    assert not capture(model, (torch.randn(4, 3),)).fixed
+    assert not capture(model, (torch.randn(4, 3),)).covers.fixed
 
 
 def test_dimensions_that_a_tensor_elsewhere_holds_are_numbers_of_it() -> None:
@@ -172,4 +172,4 @@ def test_dimensions_that_a_tensor_elsewhere_holds_are_numbers_of_it() -> None:
         capture(Net("buffer", lambda t: torch.tensordot(t, t, dims=dims)), (torch.randn(4, 3),))
     assert error.value.fix == "pass dims= as Python integers"
     program = capture(Net("buffer", lambda t: torch.tensordot(t, t, dims=([0], [0]))), (torch.randn(4, 3),))
-    assert not program.fixed
+    assert not program.covers.fixed

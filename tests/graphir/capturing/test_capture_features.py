@@ -279,7 +279,7 @@ def test_a_feature_trains_bit_for_bit(feature: str) -> None:
     ours = torch.optim.SGD([p for p in mine.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
     batch = torch.randn(4, 6), torch.randn(4, 6)
     program = graphir.capture(mine, batch[:1], targets=batch[1:], loss=F.mse_loss, optimizer=ours)
-    assert program.fixed == ""
+    assert program.covers.fixed == ""
     plan = passes.emit(program)
     with (
         Session(plan, program.state, executor="reference") as reference,

@@ -60,7 +60,7 @@ def branch(x: Tensor, module: nn.Module) -> float:
 def test_numbers_that_follow_from_sizes_are_known(number: Callable[[Tensor, nn.Module], float]) -> None:
     read = example(number)
     program = graphir.capture(read.model, read.inputs, loss=read.loss)
-    assert program.fixed == ""
+    assert program.covers.fixed == ""
     forward = [op.type for op in program.step.ops if op.phase == "forward"]
     assert forward == ["aten.mul.Tensor", "aten.mul.Tensor", "aten.pow.Tensor_Scalar", "aten.sum.default"]
     matches_eager(program, read, batches=(6,))

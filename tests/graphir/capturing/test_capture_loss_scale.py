@@ -51,7 +51,7 @@ class Autocast(nn.Module):
 def test_a_number(scale, optimizer):
     example = models.mlp()
     program = captured(example, optimizer, loss_scale=scale)
-    assert not program.fixed
+    assert not program.covers.fixed
     runs_as_eager(program, Idioms(example, optimizer, 1, loss_scale=scale), batches((6, 4)), "reference")
 
 

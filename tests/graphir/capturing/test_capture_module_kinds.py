@@ -39,7 +39,7 @@ def example(recurrent: nn.Module, width: int = 5) -> Example:
 def trains_like_eager(given: Example) -> None:
     optimizer = sgd(given.model.parameters())
     program = capture(given.model, given.inputs, targets=given.targets, loss=given.loss, optimizer=optimizer)
-    assert program.fixed == ""
+    assert program.covers.fixed == ""
     matches_eager(program, given, sgd, batches=(5,))
 
 

@@ -223,7 +223,7 @@ BODIES = [
 def test_mutation_has_the_bits_of_eager(body: Callable[[Body, Tensor], Tensor]) -> None:
     program, given = captured(body)
     verify(program)
-    matches_eager(program, given, sgd, batches=(6,) if not program.fixed else ())
+    matches_eager(program, given, sgd, batches=(6,) if not program.covers.fixed else ())
 
 
 def viewed_before_it_was_transposed(m: nn.Module, x: Tensor) -> Tensor:

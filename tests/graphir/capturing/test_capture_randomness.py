@@ -139,7 +139,7 @@ def test_captured_steps_draw_what_eager_draws_under_seeded(name: str) -> None:
 def test_sizes_follow_the_batch(name: str) -> None:
     given = example(DRAWS[name])
     program = captured(given)
-    assert program.fixed == ""
+    assert program.covers.fixed == ""
     matches_eager(program, given, batches=(7,), steps=1)
 
 

@@ -168,4 +168,4 @@ def test_what_differs_is_named_and_where() -> None:
 
 def test_a_step_whose_sizes_are_fixed_and_that_repeats() -> None:
     program = capture(Runs(torch.pdist), (torch.randn(4, 3),))
-    assert "is not affine" in program.fixed
+    assert "is not affine" in program.covers.fixed

@@ -71,10 +71,10 @@ def test_a_known_mask_selects(name: str) -> None:
 def test_the_sizes_of_a_selection_follow_where_they_can() -> None:
     given = example("columns")
     program = graphir.capture(given.model, given.inputs, loss=given.loss)
-    assert program.fixed == "" and program.dims == {"batch": BATCH}
+    assert program.covers.fixed == "" and program.dims == {"batch": BATCH}
     matches_eager(program, given, batches=(1, 7))
     given = example("off the diagonal")
-    assert "is not affine" in graphir.capture(given.model, given.inputs, loss=given.loss).fixed
+    assert "is not affine" in graphir.capture(given.model, given.inputs, loss=given.loss).covers.fixed
 
 
 def test_selections_run_on_two_devices() -> None:

@@ -111,7 +111,7 @@ def test_lengths_may_be_integers() -> None:
     x, targets, frames, labels = heard()
     model, loss = Listener(), in_integers(frames, labels)
     program = capture(model, (x,), targets=(targets,), loss=loss)
-    assert "takes as many whole numbers as input_lengths" in program.fixed
+    assert "takes as many whole numbers as input_lengths" in program.covers.fixed
     with Session(emit(program), program.state) as session:
         assert torch.equal(session.step(x, targets), loss(model(x), targets))
 
@@ -135,7 +135,7 @@ def test_equal_lengths_that_are_counted_follow_the_batch() -> None:
 
     model, x, targets = Listener(), torch.randn(4, FRAMES, 3), torch.randint(1, CLASSES, (4, LABELS))
     program = capture(model, (x,), targets=(targets,), loss=loss)
-    assert program.fixed == ""
+    assert program.covers.fixed == ""
     with Session(emit(program), program.state) as session:
         assert torch.equal(session.step(x[:3], targets[:3]), loss(model(x[:3]), targets[:3]))
 
@@ -231,7 +231,7 @@ def test_gradients_of_packed_data_keep_the_signs_of_zeros() -> None:
 def test_fixed_says_that_lengths_are_of_a_batch() -> None:
     model, x = Packed(nn.GRU, [4, 2, 1, 1], batch_first=True), torch.randn(4, 5, 3)
     program = capture(model, (x,), output=lambda out: out[0])
-    assert "there are 4 lengths for 11 sequences" in program.fixed
+    assert "there are 4 lengths for 11 sequences" in program.covers.fixed
     with Session(emit(program), program.state) as session:
         assert torch.equal(session.step(x), model(x)[0])
 

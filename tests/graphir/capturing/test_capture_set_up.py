@@ -144,7 +144,7 @@ def example(first: Callable[[SetUp], float]) -> Example:
 def test_what_only_the_first_step_changes_is_put_back(first: Callable[[SetUp], float]) -> None:
     made = example(first)
     program = graphir.capture(made.model, made.inputs, loss=made.loss)
-    assert program.fixed == ""
+    assert program.covers.fixed == ""
     assert not made.model._ready and made.model._seen == []
     assert not made.model.inner._forward_hooks
     config = made.model.config
@@ -214,7 +214,7 @@ def test_results_that_nothing_reads_in_the_next_step_may_stay_on_modules(make: C
     before = {name: value for name, value in vars(model).items() if isinstance(value, Tensor)}
     made = Example(model, (torch.randn(4, 3),), (), lambda y: y.pow(2).sum())
     program = graphir.capture(model, made.inputs, loss=made.loss)
-    assert program.fixed == ""
+    assert program.covers.fixed == ""
     assert all(vars(model)[name] is value for name, value in before.items()) and "pyramid" not in vars(model)
     with Session(passes.emit(program), program.state) as session:
         for batch in (4, 6):
@@ -343,7 +343,7 @@ def test_a_mode_that_the_first_step_chooses_is_captured_after_it() -> None:
         graphir.capture(model, (x,))
     assert "run one before the capture" in error.value.fix
     model(x)
-    assert not graphir.capture(model, (x,)).fixed
+    assert not graphir.capture(model, (x,)).covers.fixed
 
 
 class Lazy(nn.Module):
@@ -387,5 +387,5 @@ class FailsAlone(nn.Module):
 def test_a_recording_that_fails_leaves_nothing_for_those_at_other_sizes() -> None:
     made = Example(FailsAlone(), (torch.randn(4, 3),), (), lambda y: y.pow(2).sum())
     program = graphir.capture(made.model, made.inputs, loss=made.loss)
-    assert not program.fixed and [str(guard) for guard in program.guards] == ["batch>=2"]
+    assert not program.covers.fixed and [str(guard) for guard in program.covers.guards] == ["batch>=2"]
     matches_eager(program, made, batches=(6,))

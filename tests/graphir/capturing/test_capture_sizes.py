@@ -42,7 +42,7 @@ def captured(body: Callable[[Tensor], Tensor], batch: int = 6) -> Program:
 
 def test_shapes_strides_and_arguments() -> None:
     program = captured(lambda h: torch.cat([h.t()[1:], h.t()]).sum(0))
-    assert program.dims == {"batch": 6} and program.fixed == ""
+    assert program.dims == {"batch": 6} and program.covers.fixed == ""
     blobs = program.step.blobs
     assert blobs["x"].shape == (BATCH, 4) and blobs["x"].strides is None
     assert blobs["cat"].shape == (7, BATCH) and blobs["cat"].strides is None
@@ -88,7 +88,7 @@ FIXED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 def test_fixed_sizes_say_why(case: str) -> None:
     body, text = FIXED[case]
     program = captured(body)
-    assert text in program.fixed
+    assert text in program.covers.fixed
     assert program.dims == {} and program.step.blobs["x"].shape == (6, 4)
     x = torch.randn(6, 4)
     model = program.module
@@ -100,14 +100,14 @@ def test_fixed_sizes_say_why(case: str) -> None:
 def test_a_batch_of_one_follows_the_batch() -> None:
     example = models.resnet(batch=1, blocks=1, image=16)
     program = capture(example.model, example.inputs, targets=example.targets, loss=example.loss)
-    assert program.fixed == "" and program.dims == {"batch": 1}
+    assert program.covers.fixed == "" and program.dims == {"batch": 1}
 
 
 def test_no_batch_dimension() -> None:
     program = capture(
         Model(lambda h: h), (torch.randn(6, 4),), loss=lambda out: out.sum(), batch_dims=((None,), {}, ())
     )
-    assert program.dims == {} and program.fixed == "no argument has a batch dimension"
+    assert program.dims == {} and program.covers.fixed == "no argument has a batch dimension"
     assert program.step.blobs["x"].shape == (6, 4)
 
 
@@ -136,7 +136,7 @@ def test_outputs_of_fixed_sizes_have_a_batch_dimension() -> None:
             return torch.cat(x.chunk(2)).t(), x.sum()
 
     program = capture(Halves(), (torch.randn(6, 4),))
-    assert "is not affine" in program.fixed
+    assert "is not affine" in program.covers.fixed
     assert [fetch.batch_dim for fetch in program.interface.fetches] == [1, None]
 
 
@@ -155,7 +155,7 @@ class AtMost(nn.Module):
 
 def test_outputs_of_a_step_that_takes_no_larger_batch_have_a_batch_dimension() -> None:
     program = capture(AtMost(1, 6), (torch.randn(6, 4),))
-    assert "too many rows" in program.fixed and not program.interface.one_replica
+    assert "too many rows" in program.covers.fixed and not program.interface.one_replica
     assert [fetch.batch_dim for fetch in program.interface.fetches] == [1, None]
 
 
@@ -179,7 +179,7 @@ class NotANumber(nn.Module):
 @pytest.mark.parametrize("factor", [math.nan, math.inf, -math.inf])
 def test_numbers_that_are_not_finite_come_back_and_do_not_fix_sizes(factor: float, tmp_path: Path) -> None:
     program = capture(NotANumber(), (torch.randn(6, 4), factor))
-    assert program.fixed == ""
+    assert program.covers.fixed == ""
     program.save(tmp_path / "program.json")
     loaded = load(tmp_path / "program.json")
     assert str(parse(str(program))) == str(loaded) == str(program)
@@ -203,9 +203,9 @@ class Distances(nn.Module):
 @pytest.mark.parametrize("rows", [3, 30])
 def test_distances_whose_way_depends_on_the_rows_fix_them(rows: int) -> None:
     program = capture(Distances(), (torch.randn(rows, 4),))
-    assert "torch.cdist takes another way from 26 rows on" in program.fixed and program.dims == {}
+    assert "torch.cdist takes another way from 26 rows on" in program.covers.fixed and program.dims == {}
     for mode in ("use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist"):
-        assert not capture(Distances(compute_mode=mode), (torch.randn(rows, 4),)).fixed
+        assert not capture(Distances(compute_mode=mode), (torch.randn(rows, 4),)).covers.fixed
 
 
 RESULTS: dict[str, Callable[[Tensor], Any]] = {
@@ -224,4 +224,4 @@ def test_results_whose_structure_follows_the_batch(name: str, batch: int) -> Non
         with pytest.raises(CoverageError, match="differs in what the model returns"):
             program.witness({"batch": 7})
     else:
-        assert not program.dims and program.fixed.endswith("differ in what the model returns")
+        assert not program.dims and program.covers.fixed.endswith("differ in what the model returns")

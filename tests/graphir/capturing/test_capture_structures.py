@@ -108,7 +108,7 @@ def test_replicas_gather_what_follows_the_batch(case: str) -> None:
 
 def test_a_size_among_the_results_fixes_the_sizes() -> None:
     program = capture(Returns(lambda m, x: (m.fc(x), x.shape[0])), (X,))
-    assert program.fixed == "the model returns 4 at batch 4, but 11 at batch 11"
+    assert program.covers.fixed == "the model returns 4 at batch 4, but 11 at batch 11"
     with Session(passes.emit(program), program.state) as session:
         assert session.step(X)[1] == 4
         with pytest.raises(SessionError, match="sizes are fixed"):

@@ -39,7 +39,7 @@ def test_pixels_shuffled_channels_last_are_verified() -> None:
             return nn.functional.pixel_shuffle(x, 2)
 
     x = torch.randn(3, 8, 3, 3).to(memory_format=torch.channels_last)
-    assert capture(Shuffle(), (x,)).fixed == ""
+    assert capture(Shuffle(), (x,)).covers.fixed == ""
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_what_a_library_lays_out_on_the_cpu_is_verified(factorised: Callable[[to
 
     model, x = Factorised(), torch.randn(3, 4, 4)
     program = capture(model, (x,))
-    assert program.fixed == ""
+    assert program.covers.fixed == ""
     (fetch,) = program.interface.fetches
     assert fetch.blob is not None
     assert torch.equal(evaluate(program, dict(program.state), {"x": x})[fetch.blob], model(x))

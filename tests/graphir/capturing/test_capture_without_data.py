@@ -157,7 +157,7 @@ def test_a_large_model_is_planned_for_eight_devices_without_its_weights() -> Non
     program = graphir.capture(
         example.model, example.inputs, targets=example.targets, loss=example.loss, optimizer=_adamw(example.model)
     )
-    assert not program.fixed
+    assert not program.covers.fixed
     chosen = passes.find_activations(program)
     pipeline = passes.Pipeline([
         passes.Replicate(devices=(0, 1, 2, 3)),

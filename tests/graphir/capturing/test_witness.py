@@ -76,7 +76,7 @@ def test_a_step_that_is_another_one_at_a_size_that_was_not_recorded(name: str, d
     body, how = UNSEEN[name]
     model, copies = Layer(body), len(devices or [0])
     program = capture(model, (torch.randn(8, 3),))
-    assert not program.fixed and not program.guards
+    assert not program.covers.fixed and not program.covers.guards
     x, more = torch.randn(10 * copies, 3), torch.randn(128 * copies, 3)
     with session_of(program, devices, witness=program) as session:
         session.step(x)
@@ -149,7 +149,7 @@ def test_several_dimensions_and_micro_batches() -> None:
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
     )  # fmt: skip
     assert program.witness is not None and program.dims == {"batch": 2, "length": 6}
-    assert [str(guard) for guard in program.guards] == ["batch>=2", "length>=2"]
+    assert [str(guard) for guard in program.covers.guards] == ["batch>=2", "length>=2"]
     for batch, length in ((5, 9), (2, 30), (16, 6)):
         program.witness({"batch": batch, "length": length})
     with session_of(program, witness=program) as session:

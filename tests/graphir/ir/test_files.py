@@ -18,6 +18,7 @@ import graphir
 from graphir import passes, runtime
 from graphir.errors import FileError, GraphirError
 from graphir.ir.blob import Blob
+from graphir.ir.covers import Covers
 from graphir.ir.device import gpu
 from graphir.ir.files import disk as files
 from graphir.ir.files import load, save
@@ -114,7 +115,7 @@ def everything():
         (ParamGroup("lr", (name,), {"betas": (0.9, math.inf), "fused": None}), ParamGroup("lr", (), {})),
         True, {name: "y"},
     )  # fmt: skip
-    return Program(name, net, net, {"batch": 2}, "why", ("gpu_0/", "gpu_1/"), interface, ("a", "b"))
+    return Program(name, net, net, {"batch": 2}, Covers(fixed="why"), ("gpu_0/", "gpu_1/"), interface, ("a", "b"))
 
 
 def test_every_field_comes_back(tmp_path):

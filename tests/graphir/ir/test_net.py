@@ -11,6 +11,7 @@ import torch
 import graphir
 from graphir.errors import GraphirError
 from graphir.ir.blob import Blob
+from graphir.ir.covers import Covers
 from graphir.ir.device import CPU, gpu
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator, groups, leaves
@@ -126,7 +127,7 @@ def test_parameters_of_a_program_are_those_of_its_step():
 def test_state_and_module_are_not_part_of_equality():
     program = nets.random_program(1)
     assert program.with_(state={}, module=None) == program
-    assert program.with_(fixed="why") != program
+    assert program.with_(covers=Covers(fixed="why")) != program
 
 
 def test_values_have_a_short_representation_and_a_hash():

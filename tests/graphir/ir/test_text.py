@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from graphir.errors import GraphirError, ParseError
 from graphir.ir.blob import ROLES, Blob
+from graphir.ir.covers import Covers
 from graphir.ir.device import CPU, Device, gpu
 from graphir.ir.net import Net
 from graphir.ir.operator import SYMBOLS, Effects, Operator, Symbol
@@ -122,7 +123,7 @@ def test_odd_names_come_back(name):
     net = net_of(op, inputs=[name], external_outputs=(name,), gradients={name: name})
     round_trip(net.with_(name=name, blobs={**net.blobs, "v": blob("v", storage=name), name + "u": blob(name + "u")}))
     plan = Plan(
-        Program(name, Net(name, (), {}), net, {}, name, (name, name), Interface(), (name, name)),
+        Program(name, Net(name, (), {}), net, {}, Covers(fixed=name), (name, name), Interface(), (name, name)),
         {},
         (
             Instruction("run", "gpu:0.compute", 0),
@@ -217,7 +218,9 @@ def test_interfaces_come_back():
             ParamGroup("lr_1", (), {}),
         ),
     )  # fmt: skip
-    program = Program("p", Net("p.init", (), {}), Net("p.step", (), {}), interface=interface, fixed='why "not"')
+    program = Program(
+        "p", Net("p.init", (), {}), Net("p.step", (), {}), interface=interface, covers=Covers(fixed='why "not"')
+    )
     round_trip(program.with_(ahead=0, reduction="sum"))
     round_trip(program.with_(replicas=("gpu_0/", "gpu_1/"), shares=(3, 1)))
     round_trip(program.with_(history=("a{b=[\"|\", 'c']}", "a | b", "", "x # y", " z", '"q"'), replicas=()))

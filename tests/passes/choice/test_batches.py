@@ -13,6 +13,7 @@ from runnable import captured
 
 from graphir import passes
 from graphir.errors import PassError
+from graphir.ir.covers import Covers
 from graphir.ir.guard import parse_guard
 from graphir.ir.program import Program
 from graphir.ir.size import LARGEST
@@ -24,7 +25,7 @@ def program() -> Program:
 
 
 def guarded(program: Program, *guards: str) -> Program:
-    return program.with_(guards=tuple([parse_guard(text, "another branch") for text in guards]))
+    return program.with_(covers=Covers(tuple([parse_guard(text, "another branch") for text in guards])))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import graphir
 from graphir import Program, Topology, passes, runtime
 from graphir.errors import PassError
+from graphir.ir.covers import Covers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -162,7 +163,7 @@ def test_shares_that_were_given_change_where_options_say_so() -> None:
 def test_each_replica_keeps_the_rows_that_the_program_takes(rows: int, shares: tuple[int, ...]) -> None:
     """A batch norm takes two rows or more: of ten, 8 and 2."""
     program = replicated(2, rows=rows, model=nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)))
-    assert program.guards
+    assert program.covers.guards
     found = balance(program, ample(program), topology=unlike(1, 0.05), options=["shares"])
     assert found.shares == shares
 
@@ -172,7 +173,7 @@ def test_a_program_that_takes_no_other_shares_is_refused(replicas: int) -> None:
     program = replicated(replicas)
     message = "has one replica, which takes all of the batch\n  fix  replicate it over several devices, or leave shares"
     if replicas > 1:
-        program = program.with_(dims={}, fixed="a view")
+        program = program.with_(dims={}, covers=Covers(fixed="a view"))
         message = "takes the same sizes, so that shares cannot differ: a view\n  fix  .* leave shares out of options"
     with pytest.raises(PassError, match=f"^balance: .*{message}"):
         balance(program, {"gpu:0": "1 GiB"}, topology="h200x8", options=["shares"])

@@ -10,6 +10,7 @@ from torch.utils import _pytree
 
 from graphir.errors import SessionError
 from graphir.ir.blob import Blob
+from graphir.ir.covers import Covers
 from graphir.ir.device import gpu
 from graphir.ir.guard import Guard
 from graphir.ir.net import Net
@@ -37,7 +38,7 @@ def program_of(replicas=1, *, args=(0,), kwargs=None, feeds=(ROWS_OF_X,), fixed=
     structure = _pytree.treespec_dumps(_pytree.tree_structure((args, kwargs or {})))
     interface = Interface(structure, tuple(feeds))
     dims = {dim: 4 for shape in shapes.values() for p in prefixes for size in shape(p) for dim in size_dims(size)}
-    return Program("net", Net("net.init", (), {}), step, dims, fixed, prefixes, interface)
+    return Program("net", Net("net.init", (), {}), step, dims, Covers(fixed=fixed), prefixes, interface)
 
 
 def split(program, *args, **kwargs):
@@ -233,7 +234,7 @@ def test_a_program_of_fixed_sizes_says_why():
 def test_a_share_that_a_guard_refuses_is_told_from_the_batch():
     guards = tuple(Guard(batch(f"gpu_{i}/"), ">=", 2, reason="it is contiguous") for i in range(2))
     with pytest.raises(SessionError, match=r"batch is 1 in a replica's share, the program takes batch>=2: it is cont"):
-        split(program_of(2).with_(guards=guards), X[:3])
+        split(program_of(2).with_(covers=Covers(guards)), X[:3])
 
 
 @pytest.mark.parametrize(
