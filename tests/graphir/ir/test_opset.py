@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from graphir.errors import GraphirError
-from graphir.ir.operator import PURE, Effects, Symbol, groups
+from graphir.ir.device import gpu
+from graphir.ir.operator import PURE, Effects, Operator, Symbol, groups
 from graphir.ir.opset import effects_of, overload, signature
 from graphir.ir.optypes.own import OWN
 from graphir.ir.symbols import to_symbol, to_torch
@@ -234,3 +235,8 @@ def test_composite_operators_that_a_program_may_name_make_new_memory():
 def test_composite_operators_are_refused(type):
     with pytest.raises(GraphirError, match="torch decides what it consists of when it runs"):
         overload(type)
+
+
+def test_operators_say_whether_they_copy_or_reduce():
+    kinds = [Operator(type, (), (), {}, gpu(0)).kind for type in ("Copy", "AllReduce", "graphir.sparse_sum", "FC")]
+    assert kinds == ["copy", "reduce", "", ""]
