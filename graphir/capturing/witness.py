@@ -31,7 +31,7 @@ from .isolate.attributes import AllowedChanges, Attributes
 from .isolate.caches import Caches
 from .isolate.modes import Modes
 from .program.one_size import program_at_one_size
-from .record.values import Call, Value
+from .record.values import RecordedCall, Value
 from .sizes.fit import is_floating_anyway
 from .step.again import run_until_alike
 from .step.comparison import Outline, outcome
@@ -223,7 +223,7 @@ class Witness:
         ours = self._program.state.get(name)
         return ours is None or not has_data(tensor) or same_bits(ours, tensor)
 
-    def _difference(self, op: Operator, call: Call, dims: Dims) -> str:
+    def _difference(self, op: Operator, call: RecordedCall, dims: Dims) -> str:
         """How a recorded call differs from the program's operator at the same place; empty where it does not."""
         if call.type != op.type:
             return f"it calls {call.type} there"
@@ -300,7 +300,7 @@ def _bound(arg: Arg | None, dims: Dims) -> Arg | None:
     return tuple([_bound(item, dims) for item in arg]) if isinstance(arg, tuple) else arg
 
 
-def _same_arg(ours: Arg | None, its: Arg | None, call: Call) -> bool:
+def _same_arg(ours: Arg | None, its: Arg | None, call: RecordedCall) -> bool:
     if repr(ours) == repr(its):  # NaN is the same as NaN
         return True
     # There a size as a float means the same as an integer.

@@ -30,7 +30,7 @@ from .symbols import has_symbol, to_torch
 
 __all__ = [
     "Inferred",
-    "Made",
+    "MadeResult",
     "Result",
     "Returned",
     "described",
@@ -59,14 +59,14 @@ class Inferred(NamedTuple):
     loose: bool = False
 
 
-class Made(NamedTuple):
+class MadeResult(NamedTuple):
     """A result that an operator makes: its geometry, and the position of the operand whose memory it shows."""
 
     geometry: Geometry
     source: int | None
 
 
-Result: TypeAlias = "Made | int | None"
+Result: TypeAlias = "MadeResult | int | None"
 """What an operator returns at one place: a tensor that it makes, the operand at a position itself, or nothing."""
 
 
@@ -116,7 +116,7 @@ def described(returned: Any, operands: Sequence[torch.Tensor]) -> Returned | Non
     return Returned(kind, tuple(results))
 
 
-def _made(leaf: Any, operands: Sequence[torch.Tensor], owners: Mapping[int, int], fresh: set[int]) -> Made | None:
+def _made(leaf: Any, operands: Sequence[torch.Tensor], owners: Mapping[int, int], fresh: set[int]) -> MadeResult | None:
     """The result *leaf*, given the operand that owns each storage, and the storages of the results before."""
     if type(leaf) is not FakeTensor or leaf.layout != torch.strided or leaf.is_conj() or leaf.is_neg():
         return None
@@ -125,12 +125,12 @@ def _made(leaf: Any, operands: Sequence[torch.Tensor], owners: Mapping[int, int]
     if source is not None:
         operand = operands[source]
         alike = leaf.dtype == operand.dtype and not (operand.is_conj() or operand.is_neg())
-        return Made(geometry, source) if alike else None
+        return MadeResult(geometry, source) if alike else None
     nbytes = reach(geometry.shape, geometry.strides) * leaf.itemsize
     if storage._cdata in fresh or geometry.offset or storage.nbytes() != nbytes or leaf.constant is not None:
         return None
     fresh.add(storage._cdata)
-    return Made(geometry, None)
+    return MadeResult(geometry, None)
 
 
 def is_known(type: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ...ir.dtype import ITEMSIZE
-from ...ir.optypes.sized import Operand, SizedOperator, copied
+from ...ir.optypes.sized import SizedOperand, SizedOperator, copied
 
 __all__ = ["convolution", "convolution_backward"]
 
@@ -50,9 +50,9 @@ class _Convolution(NamedTuple):
         gradient of w     reorder dy, x ─▶ compute dw ─▶ lay dw out
     """
 
-    x: Operand
-    w: Operand
-    y: Operand
+    x: SizedOperand
+    w: SizedOperand
+    y: SizedOperand
     args: Mapping[str, Any]
     threads: int
 
@@ -114,7 +114,7 @@ class _Convolution(NamedTuple):
     def channels_last(self) -> bool:
         return self.x.channels_last or self.w.channels_last
 
-    def blocked(self, operand: Operand, block: int = _BLOCK) -> int:
+    def blocked(self, operand: SizedOperand, block: int = _BLOCK) -> int:
         """Bytes of activations in blocks of channels."""
         channels = operand.shape[1]
         return operand.nbytes // max(channels, 1) * _blocks(channels, block)

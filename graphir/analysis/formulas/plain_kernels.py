@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from ...ir.dtype import ITEMSIZE
-from ...ir.optypes.sized import Operand, SizedOperator
+from ...ir.optypes.sized import SizedOperand, SizedOperator
 from ...ir.symbols import to_symbol, to_torch
 
 __all__ = ["PLAIN", "nothing"]
@@ -149,7 +149,7 @@ def _batched_products(call: SizedOperator) -> int | None:
     return 0 if x.dtype in _REAL and _rows(x) and _rows(y) else None
 
 
-def _rows(matrices: Operand) -> bool:
+def _rows(matrices: SizedOperand) -> bool:
     """Whether the matrices lie one behind the other, each without gaps by rows or by columns."""
     if matrices.contiguous:
         return True

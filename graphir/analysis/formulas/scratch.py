@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 from ...ir.blob import contiguous_strides, same_strides
 from ...ir.dtype import ITEMSIZE
 from ...ir.operator import groups
-from ...ir.optypes.sized import Operand, SizedOperator, copied
+from ...ir.optypes.sized import SizedOperand, SizedOperator, copied
 from ...ir.size import bind
 from .blocks import BLOCKS
 from .convolutions import convolution, convolution_backward
@@ -62,12 +62,12 @@ def _batch_norm_backward(call: SizedOperator) -> int | None:
     return grad.nbytes if _channels_first(grad) and _channels_first(x) else each
 
 
-def _channels_last(x: Operand) -> bool:
+def _channels_last(x: SizedOperand) -> bool:
     """As batch norms see it: each channel's elements lie apart, also where a channel has one element of each sample."""
     return x.channels_last or (x.contiguous and prod(x.shape[2:]) == 1)
 
 
-def _channels_first(x: Operand) -> bool:
+def _channels_first(x: SizedOperand) -> bool:
     return x.contiguous and not _channels_last(x)
 
 
@@ -90,7 +90,7 @@ def _layer_norm_backward(call: SizedOperator) -> int:
     return copied(call, 0, 1) + 2 * call.threads * call.result(-1).nbytes
 
 
-def _split(query: Operand, key: Operand) -> tuple[int, int]:
+def _split(query: SizedOperand, key: SizedOperand) -> tuple[int, int]:
     """How many queries and keys a thread deals with at once: ``cpu_flash_attention`` in FlashAttentionKernel.cpp."""
     queries, keys = query.shape[2], key.shape[2]
     rows = 256 if queries >= 768 else 64 if queries >= 192 else 32
@@ -176,7 +176,7 @@ def _products(*positions: int) -> Callable[[SizedOperator], int | None]:
     return formula
 
 
-def _blas_reads(matrix: Operand) -> bool:
+def _blas_reads(matrix: SizedOperand) -> bool:
     (rows, columns), (down, across) = matrix.shape[-2:], (matrix.strides or contiguous_strides(matrix.shape))[-2:]
     by_row = across == 1 and down >= max(columns, 1)
     return by_row or (down == 1 and across >= max(rows, 1)) or min(rows, columns) == 1

@@ -21,10 +21,10 @@ from ...ir.net import Net
 from ...ir.operator import Arg, Operator, Symbol, flattened, stored_versions
 from ...ir.opset import effects_of, signature, without_defaults
 
-__all__ = ["ABSENT", "FLOATING", "Absent", "Builder", "Known", "Operand", "Static", "Temporary", "Value"]
+__all__ = ["ABSENT", "FLOATING", "Absent", "Builder", "Known", "LoweredValue", "Operand", "Static", "Temporary"]
 
 
-class Value(NamedTuple):
+class LoweredValue(NamedTuple):
     """A version of a lowered blob.
 
     Attributes:
@@ -69,13 +69,13 @@ class Temporary(NamedTuple):
     device: Device
 
 
-Known: TypeAlias = Value | Static | Absent
+Known: TypeAlias = LoweredValue | Static | Absent
 """What is known of a Caffe2 blob."""
 
 Target: TypeAlias = str | Temporary | None
 """What a returned tensor becomes: the next value of a Caffe2 blob, or a value on the way."""
 
-Operand: TypeAlias = "Value | Sequence[Value | None] | None"
+Operand: TypeAlias = "LoweredValue | Sequence[LoweredValue | None] | None"
 
 
 class Builder:
@@ -101,17 +101,17 @@ class Builder:
         self.known: dict[str, Known] = {}
         self.external: list[str] = []
         self.constants: dict[str, torch.Tensor] = {}
-        self.notes: dict[object, Value] = {}
+        self.notes: dict[object, LoweredValue] = {}
         self.last_name: dict[str, int] = {}
 
     # -- blobs
 
-    def declare(self, name: str, geometry: Geometry, device: Device, role: Role) -> Value:
+    def declare(self, name: str, geometry: Geometry, device: Device, role: Role) -> LoweredValue:
         """An external blob."""
         self.external.append(name)
         return self._new(name, geometry, device, role)
 
-    def constant(self, name: str, tensor: torch.Tensor, device: Device) -> Value:
+    def constant(self, name: str, tensor: torch.Tensor, device: Device) -> LoweredValue:
         """An external blob that always holds *tensor*."""
         geometry = contiguous(tuple(tensor.shape), tensor.dtype)
         name = self.fresh(name)
@@ -129,13 +129,13 @@ class Builder:
         self.last_name[base] = n
         return f"{base}_{n}"
 
-    def _new(self, name: str, geometry: Geometry, device: Device, role: Role, storage: str = "") -> Value:
+    def _new(self, name: str, geometry: Geometry, device: Device, role: Role, storage: str = "") -> LoweredValue:
         strides, offset = geometry.declared_strides, geometry.offset
         self.blobs[name] = Blob(name, geometry.shape, geometry.symbol, device, role, storage or name, strides, offset)
         self.versions[name] = 0
-        return Value(name, 0, geometry)
+        return LoweredValue(name, 0, geometry)
 
-    def _made(self, name: str, geometry: Geometry, role: Role) -> Value:
+    def _made(self, name: str, geometry: Geometry, role: Role) -> LoweredValue:
         """The next value of a Caffe2 blob."""
         device = self.net.blobs[name].device
         if name not in self.blobs:
@@ -145,16 +145,16 @@ class Builder:
             return self._next(name, geometry)
         return self._new(self.fresh(name), geometry, device, role)
 
-    def _view(self, op: Operator, geometry: Geometry, source: Value) -> Value:
+    def _view(self, op: Operator, geometry: Geometry, source: LoweredValue) -> LoweredValue:
         base = self.blobs[source.name]
         name = self.fresh(f"{source.name}_{short_name(op.type)}")
         return self._new(name, geometry, base.device, base.role, base.storage)
 
-    def _next(self, name: str, geometry: Geometry) -> Value:
+    def _next(self, name: str, geometry: Geometry) -> LoweredValue:
         self.versions[name] += 1
-        return Value(name, self.versions[name], geometry)
+        return LoweredValue(name, self.versions[name], geometry)
 
-    def device(self, value: Value) -> Device:
+    def device(self, value: LoweredValue) -> Device:
         """Where a value lives."""
         return self.blobs[value.name].device
 
@@ -170,7 +170,7 @@ class Builder:
         *,
         results: str | None = None,
         device: Device | None = None,
-    ) -> list[Value]:
+    ) -> list[LoweredValue]:
         """Append an operator.
 
         Args:
@@ -189,7 +189,7 @@ class Builder:
             GraphirError: torch refuses the operands, one of them is overwritten already, or they have several
                 floating types.
         """
-        flat, arranged = flattened(operands, Value)
+        flat, arranged = flattened(operands, LoweredValue)
         pattern = None if arranged == "t" * len(flat) else arranged  # each is a tensor
         self._check(flat)
         args = without_defaults(type, args)
@@ -229,8 +229,8 @@ class Builder:
         return values
 
     def _results(
-        self, op: Operator, like: Operator, flat: Sequence[Value], inferred: Inferred, targets: Sequence[Target]
-    ) -> tuple[list[Value], dict[int, str]]:
+        self, op: Operator, like: Operator, flat: Sequence[LoweredValue], inferred: Inferred, targets: Sequence[Target]
+    ) -> tuple[list[LoweredValue], dict[int, str]]:
         """The value of each output of *op*, which reads *flat*.
 
         Caffe2's tensors are contiguous, and views count on it: the second result says which outputs are not, by
@@ -238,7 +238,7 @@ class Builder:
         """
         geometries = inferred.outputs or ()
         writes, views = dict(op.effects.writes), dict(op.effects.views)
-        values: list[Value] = []
+        values: list[LoweredValue] = []
         scattered: dict[int, str] = {}
         for position in range(len(op.outputs)):
             if position in writes:
@@ -258,8 +258,8 @@ class Builder:
         return values, scattered
 
     def _returned(
-        self, op: Operator, like: Operator, geometry: Geometry, target: Target, viewed: Value | None
-    ) -> Value:
+        self, op: Operator, like: Operator, geometry: Geometry, target: Target, viewed: LoweredValue | None
+    ) -> LoweredValue:
         """The value for one tensor that an operator returns: what *target* says, or a view of the value *viewed*."""
         if isinstance(target, str):
             return self._made(target, geometry._replace(strides=contiguous_strides(geometry.shape)), _role(like))
@@ -268,7 +268,7 @@ class Builder:
         base, device = target or Temporary(f"{op_name(like)}_{short_name(op.type)}", op.device)
         return self._new(self.fresh(base), geometry, device, _role(like))
 
-    def _check(self, operands: Iterable[Value]) -> None:
+    def _check(self, operands: Iterable[LoweredValue]) -> None:
         for value in operands:
             if value.version != self.versions[value.name]:
                 raise GraphirError(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from ...ir.operator import Arg
-from .builder import Value
+from .builder import LoweredValue
 from .order import Images
 from .registry import Lowering, refuse, translates
 from .windows import VALID_OR_SAME, Windows, each, padded, unpadded, windows
@@ -53,9 +53,9 @@ def _conv_gradient(c: Lowering) -> None:
 
 def _backward(
     images: Images,
-    grad: Value,
-    x: Value,
-    weight: Value,
+    grad: LoweredValue,
+    x: LoweredValue,
+    weight: LoweredValue,
     args: Mapping[str, Arg],
     channels: int,
     cut: Windows | None = None,

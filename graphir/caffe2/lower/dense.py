@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import prod
 
-from .builder import Value
+from .builder import LoweredValue
 from .registry import Lowering, refuse, translates
 
 __all__ = ()
@@ -46,7 +46,7 @@ def _fc_gradient(c: Lowering) -> None:
         _product(c, grad, c.one("aten.t.default", [weight]) if transposed else weight, x.shape, 2)
 
 
-def _product(c: Lowering, a: Value, b: Value, shape: tuple[int, ...], out: int) -> None:
+def _product(c: Lowering, a: LoweredValue, b: LoweredValue, shape: tuple[int, ...], out: int) -> None:
     """The matrix product, in this shape, as an output."""
     if (a.shape[0], b.shape[1]) == shape:
         c.one("aten.mm.default", [a, b], {}, out)
@@ -120,7 +120,7 @@ def _sum(c: Lowering) -> None:
         total = c.one("aten.add.Tensor", [total, c[i]], {}, 0 if i == c.count - 1 else None)
 
 
-def _aligned(c: Lowering, a: Value, b: Value) -> Value:
+def _aligned(c: Lowering, a: LoweredValue, b: LoweredValue) -> LoweredValue:
     """The second operand in a shape that broadcasts to the first as Caffe2 means it.
 
     With ``broadcast``, its dimensions are those of the first from ``axis`` on, or the last ones; otherwise they are
@@ -174,7 +174,7 @@ def _mul_gradient(c: Lowering) -> None:
     _reduced(c, of_b, aligned, b.shape, 1)
 
 
-def _reduced(c: Lowering, grad: Value, operand: Value, shape: tuple[int, ...], out: int) -> None:
+def _reduced(c: Lowering, grad: LoweredValue, operand: LoweredValue, shape: tuple[int, ...], out: int) -> None:
     """*grad* summed over the dimensions along which *operand* was repeated, in the operand's own shape."""
     wide = (1,) * (len(grad.shape) - len(operand.shape)) + operand.shape
     dims = tuple([d for d, (n, m) in enumerate(zip(grad.shape, wide, strict=True)) if n != m])

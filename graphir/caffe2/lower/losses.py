@@ -11,7 +11,7 @@ from math import prod
 from typing import Final
 
 from ...ir.operator import Arg, Symbol
-from .builder import Value
+from .builder import LoweredValue
 from .registry import Lowering, refuse, translates
 
 __all__ = ()
@@ -37,7 +37,7 @@ def _softmax_gradient(c: Lowering) -> None:
     _shaped(c, "aten._softmax_backward_data.default", operands, args, c[0])
 
 
-def _shaped(c: Lowering, type: str, operands: list[Value], args: Mapping[str, Arg], like: Value) -> None:
+def _shaped(c: Lowering, type: str, operands: list[LoweredValue], args: Mapping[str, Arg], like: LoweredValue) -> None:
     """An operator on matrices whose result, the first output, has the shape of a tensor."""
     if operands[0].shape == like.shape:
         c.one(type, operands, args, 0)
@@ -45,7 +45,7 @@ def _shaped(c: Lowering, type: str, operands: list[Value], args: Mapping[str, Ar
         c.reshaped(c.one(type, operands, args), like.shape, 0)
 
 
-def _labels(c: Lowering, rows: int) -> Value:
+def _labels(c: Lowering, rows: int) -> LoweredValue:
     """The labels at input 1, as a column of int64."""
     labels = c[1]
     if prod(labels.shape) != rows:
@@ -53,7 +53,7 @@ def _labels(c: Lowering, rows: int) -> Value:
     return c.reshaped(c.cast(labels, "i64"), (rows, 1))
 
 
-def _averaged(c: Lowering, total: Value, weight: Value, rows: int) -> Value:
+def _averaged(c: Lowering, total: LoweredValue, weight: LoweredValue, rows: int) -> LoweredValue:
     """*total* by the sum of the weights, or with ``average_by_batch_size`` by the number of rows."""
     if c.integer("average_by_batch_size"):
         return c.one("aten.div.Scalar", [total], {"other": rows})
@@ -69,7 +69,7 @@ def _softmax_with_loss(c: Lowering) -> None:
     if c.integer("label_prob"):
         _shaped(c, "aten._softmax.default", [matrix], {"dim": 1, "half_to_float": False}, x)
         probabilities = c.builder.known[c.output(0)]
-        assert isinstance(probabilities, Value)
+        assert isinstance(probabilities, LoweredValue)
         least = c.one("aten.clamp_min.default", [c.reshaped(probabilities, matrix.shape)], {"min": _LEAST_PROBABILITY})
         product = c.one("aten.mul.Tensor", [c.one("aten.log.default", [least]), c.reshaped(c[1], matrix.shape)])
         picked = c.one("aten.sum.dim_IntList", [product], {"dim": (1,), "keepdim": True})
@@ -114,7 +114,7 @@ def _softmax_with_loss_gradient(c: Lowering) -> None:
     _shaped(c, "aten.mul.Tensor", [difference, factor], {}, probabilities)
 
 
-def _probabilities(c: Lowering) -> Value:
+def _probabilities(c: Lowering) -> LoweredValue:
     x = c[0]
     return c.rows(x) if len(x.shape) > 1 else c.reshaped(x, (1, prod(x.shape)))
 

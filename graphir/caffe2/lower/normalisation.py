@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import prod
 
 from ...ir.operator import Arg
-from .builder import Value
+from .builder import LoweredValue
 from .order import Images
 from .registry import Lowering, refuse, translates
 
@@ -76,17 +76,17 @@ def _response_norm_gradient(c: Lowering) -> None:
     c.one("aten.sub.Tensor", [direct, c.one("aten.mul.Tensor", [sums, x])], {}, 0)
 
 
-def _scales(c: Lowering, x: Value, out: int | None) -> Value:
+def _scales(c: Lowering, x: LoweredValue, out: int | None) -> LoweredValue:
     factor = c.number("alpha") / max(c.integer("size"), 1)
     sums = c.one("aten.mul.Scalar", [_around(c, c.one("aten.mul.Tensor", [x, x]))], {"other": factor})
     return c.one("aten.add.Scalar", [sums], {"other": c.number("bias", 1.0)}, out)
 
 
-def _powers(c: Lowering, scale: Value) -> Value:
+def _powers(c: Lowering, scale: LoweredValue) -> LoweredValue:
     return c.one("aten.pow.Tensor_Scalar", [scale], {"exponent": -c.number("beta")})
 
 
-def _around(c: Lowering, values: Value) -> Value:
+def _around(c: Lowering, values: LoweredValue) -> LoweredValue:
     """The sums over the channels around each: an average pooling of rows or columns whose divisor is 1."""
     size, last = c.integer("size"), Images(c).last
     if size < 1 or size % 2 == 0:

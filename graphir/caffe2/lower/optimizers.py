@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import prod
 
-from .builder import Value
+from .builder import LoweredValue
 from .registry import Lowering, refuse, translates
 
 __all__ = ["alpha_inverse", "correction", "decay", "storm"]
@@ -124,7 +124,7 @@ def _adam(c: Lowering) -> None:
         c.bind(0, c.one("aten.addcdiv_.default", [param, c.one("aten.mul.Tensor", [first, rate]), root]))
 
 
-def correction(c: Lowering, position: int) -> Value:
+def correction(c: Lowering, position: int) -> LoweredValue:
     """``sqrt(1 - beta2^t) / (1 - beta1^t)`` with t one more than the iteration at an input, on the host.
 
     Updates that read the same iteration share it.
@@ -136,7 +136,7 @@ def correction(c: Lowering, position: int) -> Value:
         host = c.builder.device(number)
         t = c.one("aten.add.Scalar", [c.cast(number, "f64")], {"other": 1}, device=host)
 
-        def unspent(beta: float) -> Value:
+        def unspent(beta: float) -> LoweredValue:
             power = c.one("aten.pow.Scalar", [t], {"self": beta}, device=host)
             return c.one("aten.rsub.Scalar", [power], {"other": 1}, device=host)
 
@@ -177,7 +177,7 @@ def _ftrl(c: Lowering) -> None:
     c.bind(0, c.one("aten.copy_.default", [param, weight]))
 
 
-def alpha_inverse(c: Lowering, position: int) -> Value:
+def alpha_inverse(c: Lowering, position: int) -> LoweredValue:
     """1 by Ftrl's alpha, which is an input or an argument."""
     if position >= c.count:
         return c.full((), 1.0 / c.number("alpha", 0.005))
@@ -211,7 +211,7 @@ def decay(c: Lowering) -> float:
     return kept
 
 
-def _mean_squares(c: Lowering, mean: Value, values: Value, kept: float) -> Value:
+def _mean_squares(c: Lowering, mean: LoweredValue, values: LoweredValue, kept: float) -> LoweredValue:
     squares = c.one("aten.mul.Tensor", [_times(c, values, 1.0 - kept), values])
     return c.one("aten.add_.Tensor", [c.one("aten.mul_.Scalar", [mean], {"other": kept}), squares])
 
@@ -247,7 +247,7 @@ def _storm(c: Lowering) -> None:
     c.bind(0, c.one("aten.add_.Tensor", [param, c.one("aten.mul.Tensor", [moment, rate])]))
 
 
-def storm(c: Lowering, grad: Value, lr: int) -> tuple[Value, Value]:
+def storm(c: Lowering, grad: LoweredValue, lr: int) -> tuple[LoweredValue, LoweredValue]:
     """Storm's rate ``lr / cbrt(beta + s)``, where s is the sum of all squares, which input 2 and output 2 hold, and the
     share ``1 - momentum rate²`` of the old moment that is kept."""
     total = c.updated(2, 2)
@@ -262,13 +262,13 @@ def storm(c: Lowering, grad: Value, lr: int) -> tuple[Value, Value]:
     return rate, c.one("aten.rsub.Scalar", [square], {"other": 1})
 
 
-def _sum_of_squares(c: Lowering, values: Value) -> Value:
+def _sum_of_squares(c: Lowering, values: LoweredValue) -> LoweredValue:
     return c.one("aten.sum.default", [c.one("aten.mul.Tensor", [values, values])])
 
 
-def _plus(c: Lowering, value: Value, number: float) -> Value:
+def _plus(c: Lowering, value: LoweredValue, number: float) -> LoweredValue:
     return c.one("aten.add.Scalar", [value], {"other": number})
 
 
-def _times(c: Lowering, value: Value, number: float) -> Value:
+def _times(c: Lowering, value: LoweredValue, number: float) -> LoweredValue:
     return c.one("aten.mul.Scalar", [value], {"other": number})

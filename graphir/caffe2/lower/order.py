@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from ...ir.operator import Arg
-from .builder import Operand, Value
+from .builder import LoweredValue, Operand
 from .registry import Lowering, refuse, translates
 
 __all__ = ["Images"]
@@ -40,12 +40,12 @@ class Images:
             raise refuse(f"order is {order!r}", "write NCHW or NHWC")
         self.c, self.last = c, order == "NHWC"
 
-    def __getitem__(self, position: int) -> Value:
+    def __getitem__(self, position: int) -> LoweredValue:
         """The image or filter at an input."""
         value = self.c[position]
         return _viewed(self.c, value, _first(len(value.shape))) if self.last else value
 
-    def dense(self, position: int) -> Value:
+    def dense(self, position: int) -> LoweredValue:
         """The image or filter at an input, with channels first in memory too."""
         value = self.c[position]
         if not self.last:
@@ -61,7 +61,7 @@ class Images:
         out: Sequence[int | None],
         images: Collection[int] = (0,),
         results: str | None = None,
-    ) -> list[Value]:
+    ) -> list[LoweredValue]:
         """Append a torch operator.
 
         Args:
@@ -77,11 +77,13 @@ class Images:
                 self.hand_back(values[i], target)
         return values
 
-    def one(self, type: str, operands: Sequence[Operand], args: Mapping[str, Arg], out: int | None = None) -> Value:
+    def one(
+        self, type: str, operands: Sequence[Operand], args: Mapping[str, Arg], out: int | None = None
+    ) -> LoweredValue:
         """Append a torch operator that returns one image."""
         return self.emit(type, operands, args, [out])[0]
 
-    def hand_back(self, value: Value, out: int) -> None:
+    def hand_back(self, value: LoweredValue, out: int) -> None:
         """Let an image that has channels first become an output with channels last."""
         self.c.one("aten.permute_copy.default", [value], {"dims": _last(len(value.shape))}, out)
 
@@ -95,7 +97,7 @@ def _last(rank: int) -> tuple[int, ...]:
     return (0, *range(2, rank), 1) if rank > 2 else tuple(range(rank))
 
 
-def _viewed(c: Lowering, value: Value, dims: tuple[int, ...]) -> Value:
+def _viewed(c: Lowering, value: LoweredValue, dims: tuple[int, ...]) -> LoweredValue:
     if dims == tuple(range(len(dims))):
         return value
     return c.one("aten.permute.default", [value], {"dims": dims}, device=c.builder.device(value))

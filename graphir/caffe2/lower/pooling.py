@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import inf, prod
 
 from ...ir.operator import Arg
-from .builder import Value
+from .builder import LoweredValue
 from .order import Images
 from .registry import Lowering, refuse, translates
 from .windows import Windows, padded, unpadded, windows
@@ -17,7 +17,7 @@ from .windows import Windows, padded, unpadded, windows
 __all__ = ()
 
 
-def _image(c: Lowering) -> tuple[Images, Value, Windows]:
+def _image(c: Lowering) -> tuple[Images, LoweredValue, Windows]:
     images = Images(c)
     x = images[0]
     if len(x.shape) != 4:
@@ -37,7 +37,7 @@ def _direct(w: Windows) -> bool:
     return w.symmetric and all(2 * pad <= size for pad, size in zip(w.head, w.kernel, strict=True))
 
 
-def _maxima(images: Images, x: Value, w: Windows, out: int | None) -> Value:
+def _maxima(images: Images, x: LoweredValue, w: Windows, out: int | None) -> LoweredValue:
     """Max pooling; its indices."""
     return images.emit("aten.max_pool2d_with_indices.default", [x], _args(w), [out])[1]
 

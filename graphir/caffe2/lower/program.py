@@ -17,7 +17,7 @@ from ...ir.operator import Operator
 from ...ir.program import Interface, Program, Slot
 from ...ir.text import operator_text
 from ...ir.verify import require
-from .builder import ABSENT, Absent, Builder, Known, Static, Value
+from .builder import ABSENT, Absent, Builder, Known, LoweredValue, Static
 from .counters import with_explicit_counters
 from .evaluate import evaluate
 from .registry import TRANSLATIONS, Lowering
@@ -180,7 +180,7 @@ def _run_init(init: Net, given: Mapping[str, torch.Tensor]) -> tuple[dict[str, K
     values = evaluate(builder.ops, {name: defined[name] for name in builder.external})
     tensors = {}
     for name, known in builder.known.items():
-        if isinstance(known, Value):
+        if isinstance(known, LoweredValue):
             tensors[name] = values[known.name, known.version]
         elif isinstance(known, Static):
             tensors[name] = known.tensor
@@ -248,7 +248,7 @@ def _declare(
 def _filled(known: Known | None) -> Geometry | None:
     if isinstance(known, Static):
         return _geometry_of(known.tensor)
-    return known.geometry if isinstance(known, Value) else None
+    return known.geometry if isinstance(known, LoweredValue) else None
 
 
 def _check_declared(blob: Blob, found: Geometry) -> None:
@@ -328,13 +328,13 @@ def _write_back(builder: Builder, kept: Iterable[str]) -> None:
         found = builder.known[name]
         if isinstance(found, Static):
             found = builder.constant(name, found.tensor, builder.net.blobs[name].device)
-        if isinstance(found, Value) and found.padded:
+        if isinstance(found, LoweredValue) and found.padded:
             raise GraphirError(
                 f"{name!r} lives from step to step, but its size depends on values",
                 where=f"net {builder.net.name!r}",
                 fix="let the step write another blob",
             )
-        if isinstance(found, Value) and found.name != name:
+        if isinstance(found, LoweredValue) and found.name != name:
             assert last is not None
             device = builder.blobs[name].device
             (builder.known[name],) = builder.emit(
@@ -345,7 +345,7 @@ def _write_back(builder: Builder, kept: Iterable[str]) -> None:
 def _tensors(builder: Builder, names: Iterable[str]) -> list[str]:
     """Those of *names* that are computed tensors of a known size."""
     known = {name: builder.known.get(name) for name in names}
-    return [name for name, found in known.items() if isinstance(found, Value) and not found.padded]
+    return [name for name, found in known.items() if isinstance(found, LoweredValue) and not found.padded]
 
 
 def _handed_back(builder: Builder, wanted: Iterable[str]) -> dict[str, str]:
@@ -355,8 +355,8 @@ def _handed_back(builder: Builder, wanted: Iterable[str]) -> dict[str, str]:
         final = builder.known.get(name)
         if isinstance(final, Static):
             final = builder.constant(name, final.tensor, builder.net.blobs[name].device)
-        if not isinstance(final, Value) or final.padded:
-            what = "has a size that depends on values" if isinstance(final, Value) else "is no tensor"
+        if not isinstance(final, LoweredValue) or final.padded:
+            what = "has a size that depends on values" if isinstance(final, LoweredValue) else "is no tensor"
             if final is None:
                 what = f"is not made{nearest(name, builder.known)}"
             raise GraphirError(f"output {name!r} {what}", where=f"net {builder.net.name!r}", fix="choose other outputs")
@@ -372,7 +372,7 @@ def _ordered(builder: Builder) -> dict[str, Blob]:
 
 def _gradients(builder: Builder, step: Net) -> dict[str, str]:
     pairs = [(builder.known.get(a), builder.known.get(b)) for a, b in step.gradients.items()]
-    return {a.name: b.name for a, b in pairs if isinstance(a, Value) and isinstance(b, Value)}
+    return {a.name: b.name for a, b in pairs if isinstance(a, LoweredValue) and isinstance(b, LoweredValue)}
 
 
 def _interface(builder: Builder, names: Mapping[str, str], held: Iterable[str]) -> Interface:

@@ -11,7 +11,7 @@ import torch
 from ...errors import GraphirError, counted
 from ...ir.device import CPU, Device
 from ...ir.operator import Arg, Operator, Symbol
-from .builder import FLOATING, Absent, Builder, Known, Operand, Static, Target, Value
+from .builder import FLOATING, Absent, Builder, Known, LoweredValue, Operand, Static, Target
 
 __all__ = ["TRANSLATIONS", "Lowering", "Translation", "refuse", "translates"]
 
@@ -48,7 +48,7 @@ class Lowering:
             raise refuse(f"blob {name!r} is read before it is made")
         return found
 
-    def __getitem__(self, position: int) -> Value:
+    def __getitem__(self, position: int) -> LoweredValue:
         """The tensor at an input."""
         value = self.padded(position)
         if value.padded:
@@ -58,7 +58,7 @@ class Lowering:
             )
         return value
 
-    def padded(self, position: int) -> Value:
+    def padded(self, position: int) -> LoweredValue:
         """The tensor at an input, which may be padded."""
         found, name = self.known(position), self.op.inputs[position]
         if isinstance(found, Absent):
@@ -68,14 +68,14 @@ class Lowering:
             self.builder.known[name] = found
         return found
 
-    def floating(self, position: int) -> Value:
+    def floating(self, position: int) -> LoweredValue:
         """The tensor at an input, of floating-point numbers."""
         value = self[position]
         if value.dtype not in FLOATING:
             raise refuse(f"{self.op.inputs[position]!r} is {value.geometry}, not of floating-point numbers")
         return value
 
-    def counts(self, position: int) -> Value:
+    def counts(self, position: int) -> LoweredValue:
         """The tensor at an input, which may be padded: indices or lengths."""
         value = self.padded(position)
         if value.dtype not in ("i32", "i64"):
@@ -87,7 +87,7 @@ class Lowering:
         found = self.known(position)
         return tuple([int(n) for n in found.tensor.tolist()]) if isinstance(found, Static) else None
 
-    def alike(self, first: int, *others: int, dtype: bool = True) -> Value:
+    def alike(self, first: int, *others: int, dtype: bool = True) -> LoweredValue:
         """The tensor at an input, of whose shape and element type others have to be: torch would repeat or convert
         them.
 
@@ -152,7 +152,7 @@ class Lowering:
         *,
         results: str | None = None,
         device: Device | None = None,
-    ) -> list[Value]:
+    ) -> list[LoweredValue]:
         """Append a torch operator; see :meth:`Builder.emit`.
 
         Args:
@@ -174,7 +174,7 @@ class Lowering:
         out: int | None = None,
         *,
         device: Device | None = None,
-    ) -> Value:
+    ) -> LoweredValue:
         """Append a torch operator that returns one tensor."""
         return self.emit(type, operands, args, [out], device=device)[0]
 
@@ -182,7 +182,7 @@ class Lowering:
         """Say what an output is from now on."""
         self.builder.known[self.output(output)] = known
 
-    def updated(self, source: int, output: int) -> Value:
+    def updated(self, source: int, output: int) -> LoweredValue:
         """The value that is overwritten so as to become an output: an input itself where the operator works in place,
         else a copy of it.
 
@@ -199,7 +199,7 @@ class Lowering:
 
     # -- common steps
 
-    def reshaped(self, value: Value, shape: Sequence[int], out: int | None = None) -> Value:
+    def reshaped(self, value: LoweredValue, shape: Sequence[int], out: int | None = None) -> LoweredValue:
         """*value* in another shape: the same elements, or a copy of them as an output."""
         if prod(value.shape) != prod(shape):
             raise refuse(f"{value.geometry} cannot be seen as {list(shape)}")
@@ -209,25 +209,25 @@ class Lowering:
             return value
         return self.one("aten.view.default", [value], {"size": tuple(shape)}, device=self.builder.device(value))
 
-    def rows(self, value: Value, axis: int = 1) -> Value:
+    def rows(self, value: LoweredValue, axis: int = 1) -> LoweredValue:
         """*value* as a matrix: dimensions before *axis* are its rows."""
         shape = value.shape
         axis = self.axis(axis, len(shape), end=True)
         return self.reshaped(value, (prod(shape[:axis]), prod(shape[axis:])))
 
-    def cast(self, value: Value, dtype: str) -> Value:
+    def cast(self, value: LoweredValue, dtype: str) -> LoweredValue:
         """*value* with another element type."""
         if value.dtype == dtype:
             return value
         device = self.builder.device(value)
         return self.one("aten._to_copy.default", [value], {"dtype": Symbol(dtype)}, device=device)
 
-    def full(self, shape: Sequence[int], fill: Arg, dtype: str = "f32", out: int | None = None) -> Value:
+    def full(self, shape: Sequence[int], fill: Arg, dtype: str = "f32", out: int | None = None) -> LoweredValue:
         """A tensor of one number."""
         args: dict[str, Arg] = {"size": tuple(shape), "fill_value": fill, "dtype": Symbol(dtype)}
         return self.one("aten.full.default", [], args, out)
 
-    def host_number(self, position: int) -> Value:
+    def host_number(self, position: int) -> LoweredValue:
         """The single element of an input, as a 0-dim tensor on the host."""
         value, name = self[position], self.op.inputs[position]
         if prod(value.shape) != 1:
@@ -237,7 +237,7 @@ class Lowering:
             (value,), device = self.emit("Copy", [value], device=CPU), CPU
         return self.one("aten.view.default", [value], {"size": ()}, device=device) if value.shape else value
 
-    def scalar(self, position: int) -> Value:
+    def scalar(self, position: int) -> LoweredValue:
         """The single element of an input, as a 0-dim tensor where it is."""
         value = self[position]
         if prod(value.shape) != 1:

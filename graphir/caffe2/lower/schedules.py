@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, TypeAlias
 
 from ...ir.operator import Arg
-from .builder import Value
+from .builder import LoweredValue
 from .registry import Lowering, refuse, translates
 
 __all__ = ()
@@ -30,27 +30,27 @@ class _Schedule:
         self.iteration = lowering.host_number(0)
         self.now = lowering.cast(self.iteration, "f64")
 
-    def op(self, type: str, *operands: Value, **args: Arg) -> Value:
+    def op(self, type: str, *operands: LoweredValue, **args: Arg) -> LoweredValue:
         device = self.lowering.builder.device(operands[0])
         return self.lowering.one(f"aten.{type}", operands, args, device=device)
 
-    def power(self, base: float, exponent: Value) -> Value:
+    def power(self, base: float, exponent: LoweredValue) -> LoweredValue:
         """A number to the power of a tensor."""
         args: Mapping[str, Arg] = {"self": base}
         return self.lowering.one("aten.pow.Scalar", [exponent], args, device=self.lowering.builder.device(exponent))
 
-    def quotient(self, divisor: int) -> Value:
+    def quotient(self, divisor: int) -> LoweredValue:
         """How often *divisor* fits into the iteration."""
         return self.lowering.cast(self.op("floor_divide.Scalar", self.iteration, other=divisor), "f64")
 
-    def constant(self, number: float) -> Value:
+    def constant(self, number: float) -> LoweredValue:
         return self.op("full_like.default", self.now, fill_value=number)
 
-    def before(self, steps: int, early: Value, late: Value) -> Value:
+    def before(self, steps: int, early: LoweredValue, late: LoweredValue) -> LoweredValue:
         """*early* in the first *steps* iterations, then *late*."""
         return self.op("where.self", self.op("lt.Scalar", self.iteration, other=steps), early, late)
 
-    def line(self, start: float, steps: int) -> Value:
+    def line(self, start: float, steps: int) -> LoweredValue:
         """From *start* to 1 in so many iterations."""
         slope = self.op("mul.Scalar", self.now, other=(1.0 - start) / steps)
         return self.before(steps, self.op("add.Scalar", slope, other=start), self.constant(1.0))
@@ -63,7 +63,7 @@ class _Schedule:
         found.now = self.lowering.cast(found.iteration, "f64")
         return found
 
-    def inverse(self, gamma: float, power: float) -> Value:
+    def inverse(self, gamma: float, power: float) -> LoweredValue:
         grown = self.op("add.Scalar", self.op("mul.Scalar", self.now, other=gamma), other=1.0)
         return self.op("pow.Tensor_Scalar", grown, exponent=-power)
 
@@ -75,7 +75,7 @@ def _positive(c: Lowering, name: str) -> int:
     return value
 
 
-def _alter(c: Lowering, s: _Schedule) -> Value:
+def _alter(c: Lowering, s: _Schedule) -> LoweredValue:
     active, inactive, first = c.integer("active_period"), c.integer("inactive_period"), c.integer("active_first", 1)
     if active < 0 or inactive < 0 or not active + inactive:
         raise refuse(f"the periods are {active} and {inactive}", "give 'active_period' and 'inactive_period'")
@@ -85,35 +85,35 @@ def _alter(c: Lowering, s: _Schedule) -> Value:
     return s.op("where.self", early, one if first else none, none if first else one)
 
 
-def _poly(c: Lowering, s: _Schedule) -> Value:
+def _poly(c: Lowering, s: _Schedule) -> LoweredValue:
     left = s.op("rsub.Scalar", s.op("div.Scalar", s.now, other=_positive(c, "max_iter")), other=1.0)
     return s.op("pow.Tensor_Scalar", left, exponent=c.number("power"))
 
 
-def _hill(c: Lowering, s: _Schedule) -> Value:
+def _hill(c: Lowering, s: _Schedule) -> LoweredValue:
     steps = _positive(c, "num_iter")
     after = s.later(steps).inverse(c.number("gamma"), c.number("power"))
     bounded = s.op("clamp_min.default", after, min=c.number("end_multiplier"))
     return s.before(steps, s.line(c.number("start_multiplier"), steps), bounded)
 
 
-def _gate(c: Lowering, s: _Schedule) -> Value:
+def _gate(c: Lowering, s: _Schedule) -> LoweredValue:
     early, late = [s.constant(c.number(f"multiplier_{i}", 1.0)) for i in (1, 2)]
     return s.before(c.integer("num_iter"), early, late)
 
 
-def _pieces(c: Lowering, s: _Schedule) -> Value:
+def _pieces(c: Lowering, s: _Schedule) -> LoweredValue:
     first, second, third = [s.constant(c.number(f"m{i}", 0.5)) for i in (1, 2, 3)]
     return s.before(c.integer("n1"), first, s.before(c.integer("n2"), second, third))
 
 
-def _constant_then_line(c: Lowering, s: _Schedule) -> Value:
+def _constant_then_line(c: Lowering, s: _Schedule) -> LoweredValue:
     start = c.number("start_warmup_multiplier", 0.1)
     level, rise = [c.integer(f"{kind}_warmup_num_iter", 10_000_000) for kind in ("constant", "linear")]
     return s.before(level, s.constant(start), s.later(level).line(start, rise))
 
 
-_Policy: TypeAlias = Callable[[Lowering, _Schedule], Value]
+_Policy: TypeAlias = Callable[[Lowering, _Schedule], LoweredValue]
 
 _POLICIES: Final[Mapping[str, _Policy]] = {
     "alter": _alter,

@@ -11,7 +11,7 @@ from math import prod
 import torch
 
 from ...ir.operator import Arg
-from .builder import Static, Value
+from .builder import LoweredValue, Static
 from .registry import Lowering, refuse, translates
 
 __all__ = ()
@@ -98,7 +98,7 @@ def _batch_gather(c: Lowering) -> None:
     _select(c, 1, (data.shape[0], *index.shape, *data.shape[2:]))
 
 
-def _index(c: Lowering) -> Value:
+def _index(c: Lowering) -> LoweredValue:
     c.counts(1)
     return c[1]
 

@@ -13,19 +13,19 @@ from __future__ import annotations
 from math import prod
 
 from ...ir.operator import Arg
-from .builder import Value
+from .builder import LoweredValue
 from .registry import Lowering, refuse, translates
 
 __all__ = ["indices"]
 
 
-def indices(c: Lowering, position: int) -> Value:
+def indices(c: Lowering, position: int) -> LoweredValue:
     """The indices at an input, in a row."""
     found = c.counts(position)
     return c.reshaped(found, (prod(found.shape),))._replace(padded=found.padded)
 
 
-def _lengths(c: Lowering, position: int) -> Value:
+def _lengths(c: Lowering, position: int) -> LoweredValue:
     """How many rows each segment has."""
     found = c.counts(position)
     if found.padded or len(found.shape) != 1:
@@ -33,7 +33,7 @@ def _lengths(c: Lowering, position: int) -> Value:
     return found
 
 
-def _segments(c: Lowering, lengths: Value, total: int) -> Value:
+def _segments(c: Lowering, lengths: LoweredValue, total: int) -> LoweredValue:
     """The segment that each of *total* rows belongs to."""
     return c.one("aten.repeat_interleave.Tensor", [lengths], {"output_size": total})
 
@@ -124,7 +124,7 @@ def _scatter_weighted_sum(c: Lowering) -> None:
     c.bind(0, data)
 
 
-def _named(c: Lowering, position: int) -> tuple[Value, Value]:
+def _named(c: Lowering, position: int) -> tuple[LoweredValue, LoweredValue]:
     """The rows that the indices at an input name, and for each how often: once. What ``Unique`` leaves empty names row
     0 no time."""
     found = indices(c, position)

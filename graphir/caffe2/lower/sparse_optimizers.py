@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...ir.operator import Arg
-from .builder import Value
+from .builder import LoweredValue
 from .optimizers import alpha_inverse, correction, decay, storm
 from .registry import Lowering, refuse, translates
 from .sparse import indices
@@ -19,14 +19,14 @@ from .sparse import indices
 __all__ = ()
 
 
-def _slots(c: Lowering, param: Value, index: int, grad: int) -> list[Value]:
+def _slots(c: Lowering, param: LoweredValue, index: int, grad: int) -> list[LoweredValue]:
     """The indices and the values of the gradient at two inputs, as a sparse gradient has them."""
     rows = c.cast(indices(c, index), "i64")
     (count,) = rows.shape
     return [c.reshaped(rows, (1, count)), c.reshaped(c.padded(grad), (count, *param.shape[1:]))]
 
 
-def _state(c: Lowering, param: Value, position: int, output: int, *, by_rows: bool = False) -> Value:
+def _state(c: Lowering, param: LoweredValue, position: int, output: int, *, by_rows: bool = False) -> LoweredValue:
     """State that is overwritten: of the parameter's shape, or with a number for each of its rows."""
     value = c.updated(position, output)
     if value.shape != (param.shape[:1] if by_rows else param.shape):
@@ -37,7 +37,7 @@ def _state(c: Lowering, param: Value, position: int, output: int, *, by_rows: bo
 def _update(
     c: Lowering,
     rule: str,
-    operands: Sequence[Value],
+    operands: Sequence[LoweredValue],
     args: Mapping[str, Arg],
     overwritten: Sequence[int],
     out: int | None = None,

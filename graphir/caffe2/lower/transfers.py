@@ -7,7 +7,7 @@ of the participants.
 from __future__ import annotations
 
 from ..dialect import CAFFE2
-from .builder import Temporary, Value
+from .builder import LoweredValue, Temporary
 from .registry import Lowering, refuse, translates
 
 __all__ = ()
@@ -19,7 +19,7 @@ def _copy(c: Lowering) -> None:
     if c.op.inputs[0] == c.output(0):
         return
     known = c.known(0)
-    if not isinstance(known, Value):
+    if not isinstance(known, LoweredValue):
         c.bind(0, known)
         return
     (copied,) = c.emit("Copy", [known], {}, [0], device=c.home(0))
@@ -54,7 +54,7 @@ def _broadcast(c: Lowering) -> None:
 def _reduce(c: Lowering) -> None:
     root = c.integer("root")
     device = c.builder.device(c.alike(root, *range(c.count)))
-    total: Value | None = None
+    total: LoweredValue | None = None
     for i in range(c.count):
         value = c[i] if c.builder.device(c[i]) == device else c.emit("Copy", [c[i]], device=device)[0]
         last = 0 if i == c.count - 1 else None

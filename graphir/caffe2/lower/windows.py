@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from .builder import Value
+from .builder import LoweredValue
 from .order import Images
 from .registry import Lowering, refuse
 
@@ -114,12 +114,12 @@ def _same(
     return tuple([n // 2 for n in needed]), tuple([n - n // 2 for n in needed])
 
 
-def padded(c: Lowering, x: Value, w: Windows, fill: float) -> Value:
+def padded(c: Lowering, x: LoweredValue, w: Windows, fill: float) -> LoweredValue:
     """*x*, which has channels first, with its padding."""
     return c.one("aten.constant_pad_nd.default", [x], {"pad": _pairs(w, 1), "value": fill})
 
 
-def unpadded(images: Images, x: Value, w: Windows, out: int) -> None:
+def unpadded(images: Images, x: LoweredValue, w: Windows, out: int) -> None:
     """*x* without it, as an output."""
     images.one("aten.constant_pad_nd.default", [x], {"pad": _pairs(w, -1)}, out)
 

@@ -22,7 +22,7 @@ from ..intake.optimizers import Group
 from ..intake.snapshots import snapshot
 from ..intake.state import has_data
 from ..intake.structures import tuple_of, written_structure
-from ..record.values import Call, Value
+from ..record.values import RecordedCall, Value
 from ..sizes.fit import Sizes
 from ..sizes.follow import Followed
 from ..step.recorded_step import Recording
@@ -152,7 +152,7 @@ def _externals(
     return {b.name: b for b in lasting}, {b.name: b for b in [*update.number_blobs, *given]}
 
 
-def _operator(call: Call, args: Mapping[str, Arg], named: Sequence[str], blobs: Mapping[str, Blob]) -> Operator:
+def _operator(call: RecordedCall, args: Mapping[str, Arg], named: Sequence[str], blobs: Mapping[str, Blob]) -> Operator:
     inputs = tuple([named[v.index] for v in call.inputs])
     outputs = tuple([named[v.index] for v in call.outputs])
     effects = effects_of(call.type, args, call.operands, len(inputs), call.results, len(outputs))
@@ -175,7 +175,7 @@ def _operator(call: Call, args: Mapping[str, Arg], named: Sequence[str], blobs: 
     )
 
 
-def _belongs_to(call: Call, named: Sequence[str], blobs: Mapping[str, Blob]) -> str:
+def _belongs_to(call: RecordedCall, named: Sequence[str], blobs: Mapping[str, Blob]) -> str:
     """The blob of the value that a call belongs to; its storage where the program does without the view itself."""
     if call.of is None:
         return ""

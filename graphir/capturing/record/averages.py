@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ...errors import CaptureError
 from ..words.libraries import Outside
 from ..words.places import where
-from .values import Call, Value
+from .values import RecordedCall, Value
 
 __all__ = ["BATCHES", "average", "batches_read_in"]
 
@@ -40,7 +40,7 @@ def batches_read_in(frame: FrameType, scope: str) -> bool:
     )
 
 
-def average(call: Call, batches: Value) -> None:
+def average(call: RecordedCall, batches: Value) -> None:
     """Make a call of torch's batch norm one that averages over so many batches."""
     call.type = "graphir.cumulative_batch_norm"
     call.inputs = (*call.inputs, batches)

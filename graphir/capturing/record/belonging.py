@@ -21,7 +21,7 @@ import torch
 from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 
 from ...ir.opset import ACCUMULATES
-from .values import Call, Value
+from .values import RecordedCall, Value
 
 __all__ = ["Belonging"]
 
@@ -31,7 +31,7 @@ _Kind: TypeAlias = tuple[str, tuple[tuple[int, ...], ...]]
 class _Repeat(NamedTuple):
     """A call that runs with gradients enabled in the backward, while *node* runs for the first time or again."""
 
-    call: Call
+    call: RecordedCall
     node: Any
 
 
@@ -39,8 +39,8 @@ class Belonging:
     """The value that each recorded call belongs to, as :attr:`.Call.of`."""
 
     def __init__(self) -> None:
-        self._made_for: dict[int, Call] = {}
-        self._without_gradients: dict[int, list[Call]] = {}
+        self._made_for: dict[int, RecordedCall] = {}
+        self._without_gradients: dict[int, list[RecordedCall]] = {}
         self._repeats: list[_Repeat] = []
 
     def of_node(self, node: Any) -> Value | None:
@@ -48,14 +48,14 @@ class Belonging:
         call = self._made_for.get(node._sequence_nr())
         return call.outputs[0] if call is not None and call.outputs else None
 
-    def in_forward(self, call: Call) -> None:
+    def in_forward(self, call: RecordedCall) -> None:
         """Note a call of the forward; where the forward computes gradients itself, it may be one of a backward too."""
         node: Any = torch._C._current_autograd_node()
         if node is not None:
             call.of = self.of_node(node)
         self._note_node(call)
 
-    def in_backward(self, call: Call, owner: Value | None) -> None:
+    def in_backward(self, call: RecordedCall, owner: Value | None) -> None:
         """Note a call of the backward.
 
         Args:
@@ -69,7 +69,7 @@ class Belonging:
             if node is not None:
                 self._repeats.append(_Repeat(call, node))
 
-    def _note_node(self, call: Call) -> None:
+    def _note_node(self, call: RecordedCall) -> None:
         number = _get_sequence_nr() - 1
         self._made_for.setdefault(number, call)
         if not torch.is_grad_enabled():
@@ -87,7 +87,7 @@ class Belonging:
             for call in calls[:last]:
                 call.of = result
 
-    def end_backward(self, forward: Sequence[Call], gradients: Sequence[tuple[Value, Value]]) -> None:
+    def end_backward(self, forward: Sequence[RecordedCall], gradients: Sequence[tuple[Value, Value]]) -> None:
         """Find what repeats the *forward*, and what adds up the *gradients* of which values."""
         self._match_repeats(forward)
         makers = {id(gradient.call): value for value, gradient in gradients}
@@ -101,7 +101,7 @@ class Belonging:
                     call.of = value
                     calls += [v.call for v in call.inputs]
 
-    def _match_repeats(self, forward: Sequence[Call]) -> None:
+    def _match_repeats(self, forward: Sequence[RecordedCall]) -> None:
         """Let the calls that a checkpoint makes while one node runs belong to those of the forward that they repeat.
 
         A checkpoint runs again what lies between its beginning and the call of the node that asks first, the last one
@@ -112,7 +112,7 @@ class Belonging:
         for i, call in enumerate(forward):
             places.setdefault(_kind(call), []).append(i)
             positions[id(call)] = i
-        runs: dict[int, list[Call]] = {}
+        runs: dict[int, list[RecordedCall]] = {}
         for call, node in self._repeats:
             runs.setdefault(node._sequence_nr(), []).append(call)
         for number, run in runs.items():
@@ -127,7 +127,7 @@ class Belonging:
         self._repeats.clear()
 
 
-def _kind(call: Call) -> _Kind:
+def _kind(call: RecordedCall) -> _Kind:
     """What a call has in common with its repetition, whose line is that of torch's own checkpoint."""
     return call.type, tuple([v.shape for v in call.outputs])
 
@@ -137,7 +137,7 @@ def _distance(place: Sequence[int], asks: int) -> tuple[int, int, int]:
     return -len(place), asks - place[-1], place[-1] - place[0]
 
 
-def _aligned(run: Sequence[Call], forward: Sequence[Call], start: int, asks: int) -> list[int]:
+def _aligned(run: Sequence[RecordedCall], forward: Sequence[RecordedCall], start: int, asks: int) -> list[int]:
     """The position in the *forward* of what each call of a *run* repeats, from *start* on; empty where they differ.
 
     Views that are made again where their memory has changed may be missing in one of the two.

@@ -16,13 +16,13 @@ from ...ir.optypes.table import operator_type
 from ...ir.symbols import to_symbol, to_torch
 from ..words.libraries import Outside
 
-__all__ = ["Bound", "Form", "form_of", "normal_arg"]
+__all__ = ["BoundArguments", "Form", "form_of", "normal_arg"]
 
 _DROPPED: Final = frozenset({"device", "layout", "pin_memory", "generator"})
 """Arguments that are not kept: executors know the device and the generator; every layout is strided."""
 
 
-class Bound(NamedTuple):
+class BoundArguments(NamedTuple):
     """A call with its arguments in place.
 
     Attributes:
@@ -120,7 +120,7 @@ class Form:
         """Whether it draws random numbers with these arguments."""
         return self.random and is_random(self.type, args)
 
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bound:
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundArguments:
         """Arrange the arguments of a call.
 
         Raises:
@@ -161,7 +161,7 @@ class Form:
         text = "".join(pattern).rstrip("_")
         operands = None if text == "t" * len(tensors) else text
         written = () if self._plain else self._written(tensors, operands, kept)
-        return Bound(tensors, operands, kept, written)
+        return BoundArguments(tensors, operands, kept, written)
 
     def _written(self, tensors: list[torch.Tensor], operands: str | None, args: Mapping[str, Arg]) -> tuple[int, ...]:
         # Of the other arguments only this one says what is overwritten: a batch norm's statistics.

@@ -23,14 +23,14 @@ from ...ir.opset import overload
 from ...ir.optypes.own import OWN
 from ...ir.optypes.table import operator_type
 from ..isolate.patches import replaced
-from .values import Call, Value
+from .values import RecordedCall, Value
 
 __all__ = ["fakes_with_known_values_hidden", "is_known_result", "number_in", "tensor_of"]
 
 _HOST: Final = torch.device("cpu")
 
 
-def is_known_result(call: Call) -> bool:
+def is_known_result(call: RecordedCall) -> bool:
     """Whether the call makes the same values in every step."""
     return call.seed is None and all(v.known for v in call.inputs) and _has_values(call.type)
 
@@ -71,7 +71,7 @@ def number_in(known: torch.Tensor) -> bool | int | float:
         return known.item()
 
 
-def _run(call: Call, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def _run(call: RecordedCall, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     arranged = call_of(call.type, call.args, call.operands, len(tensors))
     args, kwargs = filled(arranged, tensors, lambda arg: evaluate(arg, {}), _HOST)
     return [t for t in pytree.tree_leaves(overload(call.type)(*args, **kwargs)) if isinstance(t, torch.Tensor)]

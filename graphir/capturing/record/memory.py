@@ -12,12 +12,12 @@ from ..isolate.functions import Handlers
 from ..words.places import where
 from .values import Alias, Replay, Store, Value
 
-__all__ = ["Memory"]
+__all__ = ["RecordedMemory"]
 
 _aten: Final = torch.ops.aten
 
 
-class Memory:
+class RecordedMemory:
     """Every tensor that was seen, by identity, and every store, by its storage."""
 
     def __init__(self) -> None:

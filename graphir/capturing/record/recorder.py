@@ -33,7 +33,7 @@ from .averages import BATCHES, average, batches_read_in
 from .checks import Check, check_read_in
 from .edges import keep_edges
 from .factorisations import Factorisations
-from .forms import Bound, Form, form_of
+from .forms import BoundArguments, Form, form_of
 from .known import number_in, tensor_of
 from .mutation import functional_call, functional_view, laid_out, overwritten_base
 from .operands import refuse_overlapping_operands
@@ -339,7 +339,12 @@ class Recorder(Tape, TorchDispatchMode):
     # Writes.
 
     def _overwrite(
-        self, form: Form, bound: Bound, aliases: Sequence[Alias], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        form: Form,
+        bound: BoundArguments,
+        aliases: Sequence[Alias],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> Any:
         refuse_overlapping_operands(form.type, aliases, bound.written, self.here())
         targets = [aliases[i] for i in bound.written]
@@ -376,7 +381,12 @@ class Recorder(Tape, TorchDispatchMode):
         return out
 
     def _overwrite_several(
-        self, form: Form, bound: Bound, aliases: Sequence[Alias], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        form: Form,
+        bound: BoundArguments,
+        aliases: Sequence[Alias],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> Any:
         """Record an operator of :data:`_SEVERAL` by its functional form.
 
@@ -395,7 +405,7 @@ class Recorder(Tape, TorchDispatchMode):
         return out
 
     def _write_state(
-        self, form: Form, bound: Bound, inputs: tuple[Value, ...], targets: Sequence[Alias], out: Any
+        self, form: Form, bound: BoundArguments, inputs: tuple[Value, ...], targets: Sequence[Alias], out: Any
     ) -> None:
         """Record an operator that overwrites parameters or buffers as it is; each takes a new version."""
         call, source = self._call(form, bound, inputs)

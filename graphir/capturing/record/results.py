@@ -12,11 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...errors import CaptureError
 from ...ir.geometry import Geometry
-from ...ir.infer import Made, Result, Returned, described, keep, kept
+from ...ir.infer import MadeResult, Result, Returned, described, keep, kept
 from ...ir.meta import fresh_fake_mode, rule_of
 from ..isolate.cuda_casts import opens_cells
 from ..words.places import where
-from .forms import Bound, Form
+from .forms import BoundArguments, Form
 
 __all__ = ["Results", "in_sequence"]
 
@@ -46,7 +46,7 @@ class Results:
     def of(
         self,
         form: Form,
-        bound: Bound,
+        bound: BoundArguments,
         geometries: Iterable[Geometry],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
@@ -93,10 +93,10 @@ class Results:
 
     def empty(self, geometry: Geometry) -> torch.Tensor:
         """A fake tensor with memory of its own."""
-        return self._made(Made(geometry, None), ())  # type: ignore[return-value]
+        return self._made(MadeResult(geometry, None), ())  # type: ignore[return-value]
 
     def _made(self, result: Result, operands: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        if type(result) is not Made:
+        if type(result) is not MadeResult:
             return None if result is None else operands[result]  # type: ignore[index]
         (shape, strides, offset, dtype, _, _), source = result
         with torch._C._DisableTorchDispatch():

@@ -23,15 +23,15 @@ from ..words.places import DENSE, USE_REENTRANT, where
 from .belonging import Belonging
 from .edges import differentiable
 from .extents import Extents
-from .forms import Bound, Form, form_of
+from .forms import BoundArguments, Form, form_of
 from .known import is_known_result
-from .memory import Memory
+from .memory import RecordedMemory
 from .results import Results, in_sequence
 from .scopes import Scopes
 from .seeds import SeedIds, seedable
 from .source_lines import SourceLines
 from .told_sizes import ToldSizes
-from .values import Alias, Call, Replay, Value
+from .values import Alias, RecordedCall, Replay, Value
 
 __all__ = ["Tape"]
 
@@ -52,12 +52,12 @@ class Tape:
     """
 
     def __init__(self, fake_mode: FakeTensorMode, scopes: Scopes, lines: SourceLines, named: bool) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
         self.values: list[Value] = []
         self.phase: Phase = "forward"
         self.seeds = SeedIds(draws=False)
         self.scopes, self._lines, self._named = scopes, lines, named
-        self._memory = Memory()
+        self._memory = RecordedMemory()
         self._results = Results(fake_mode, self._scope)
         self.extents = Extents(self._place)
         self._told_sizes = ToldSizes(self.extents, self._memory.find)
@@ -274,7 +274,7 @@ class Tape:
 
     # Calls, and where they come from.
 
-    def _record(self, form: Form, bound: Bound, inputs: tuple[Value, ...], out: Any, replay: Replay) -> None:
+    def _record(self, form: Form, bound: BoundArguments, inputs: tuple[Value, ...], out: Any, replay: Replay) -> None:
         if form.default_dtype and (out.is_floating_point() or out.is_complex()):
             bound.args.setdefault("dtype", to_symbol(out.dtype))  # where the program runs, the default may be another
         call, source = self._call(form, bound, inputs)
@@ -307,8 +307,8 @@ class Tape:
         self,
         tensor: torch.Tensor,
         form: Form,
-        call: Call,
-        bound: Bound,
+        call: RecordedCall,
+        bound: BoundArguments,
         source: Value | None,
         replay: Replay | None,
         position: int,
@@ -334,7 +334,7 @@ class Tape:
         value.offset = seen.offset + value.geometry.offset - parent.geometry.offset
         return value
 
-    def _call(self, form: Form, bound: Bound, inputs: tuple[Value, ...]) -> tuple[Call, Value | None]:
+    def _call(self, form: Form, bound: BoundArguments, inputs: tuple[Value, ...]) -> tuple[RecordedCall, Value | None]:
         """A call still without outputs, and the forward value whose gradient it helps to compute."""
         type, seed = form.type, None
         if form.draws(bound.args):
@@ -348,9 +348,9 @@ class Tape:
         operands: str | None,
         args: Mapping[str, Arg],
         seed: int | None = None,
-    ) -> tuple[Call, Value | None]:
+    ) -> tuple[RecordedCall, Value | None]:
         source, scope = self._origin(inputs)
-        call = Call(type, inputs, operands, args, scope, self.phase, seed, self._line(source, inputs))
+        call = RecordedCall(type, inputs, operands, args, scope, self.phase, seed, self._line(source, inputs))
         if self._named and self.phase == "forward":
             self._belonging.in_forward(call)
         elif self._named and self.phase == "backward":

@@ -5,7 +5,7 @@ recording keeps two things apart::
 
     tensor ──Alias──▶ Store (memory, with a generation that every write raises)
                 │
-                └───▶ Value (what the window showed in one generation), made by a Call
+                └───▶ Value (what the window showed in one generation), made by a RecordedCall
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from ...ir.geometry import geometry_of
 from ...ir.operator import Arg, Phase
 
-__all__ = ["Alias", "Call", "Replay", "Store", "Value"]
+__all__ = ["Alias", "RecordedCall", "Replay", "Store", "Value"]
 
 Replay: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 """An operator and its arguments, tensors included."""
@@ -78,7 +78,7 @@ class Value:
         self.follows_input = False
         self.known = False
         self.source: Value | None = None
-        self.call: Call | None = None
+        self.call: RecordedCall | None = None
         self.edge: Any = None
         self.prefix = ""
 
@@ -108,7 +108,7 @@ class Value:
         return self.root is not self and self.version == 0
 
 
-class Call:
+class RecordedCall:
     """One recorded operator.
 
     Attributes:

@@ -13,7 +13,7 @@ from ...ir.optypes.table import operator_type
 from ...ir.size import BATCH, Shape, Size, product, size_dims
 from ...ir.tensor import same_bits
 from ..record.extents import Axis
-from ..record.values import Call, Value
+from ..record.values import RecordedCall, Value
 from ..step.comparison import differing_part
 from ..step.recorded_step import Recording
 from .guards import guards_of
@@ -163,7 +163,7 @@ class Sizes:
             raise NotPolynomial(f"{self._text([len(t) for t in tuples])} dimensions")
         return tuple([self.fit(numbers) for numbers in zip(*tuples, strict=True)])
 
-    def _args(self, calls: tuple[Call, ...]) -> dict[str, Arg]:
+    def _args(self, calls: tuple[RecordedCall, ...]) -> dict[str, Arg]:
         call = calls[0]
         found: dict[str, Arg] = {}
         for name in call.args:
@@ -173,7 +173,7 @@ class Sizes:
                 raise NotPolynomial(f"argument {name} of {call.type}{_in(call)}: {e}") from None
         return found
 
-    def _arg(self, args: Sequence[Arg], call: Call) -> Arg:
+    def _arg(self, args: Sequence[Arg], call: RecordedCall) -> Arg:
         first = args[0]
         if all(type(a) is type(first) and (a is first or a == first) for a in args):
             return first
@@ -208,7 +208,7 @@ def _first(conditions: Iterable[bool]) -> int | None:
     return next((i for i, holds in enumerate(conditions) if holds), None)
 
 
-def is_floating_anyway(call: Call) -> bool:
+def is_floating_anyway(call: RecordedCall) -> bool:
     """Whether the result is floating-point whatever the type of the numbers among the arguments."""
     operands = any(v.dtype.is_floating_point for v in call.inputs)
     named = "dtype" in call.args or call.type.startswith("aten.div.") or operator_type(call.type).bounded
@@ -220,11 +220,11 @@ def _mattering(shape: Sequence[int], strides: Sequence[int | None]) -> tuple[int
     return tuple([None if size == 1 else stride for size, stride in zip(shape, strides, strict=True)])
 
 
-def _in(call: Call) -> str:
+def _in(call: RecordedCall) -> str:
     return f" in {call.scope}" if call.scope else ""
 
 
-def _difference(mine: Call, theirs: Call, at: str, other: str) -> str:
+def _difference(mine: RecordedCall, theirs: RecordedCall, at: str, other: str) -> str:
     """How two calls of one place differ, recorded at the sizes *at* and *other*."""
     if mine.type != theirs.type:
         return f"is {mine.type}{_in(mine)} at {at}, but {theirs.type} at {other}"

@@ -19,7 +19,7 @@ from ...ir.size import Dims
 from ..isolate.attributes import Change, settled
 from ..isolate.interrupts import Interrupts
 from ..isolate.python_random import RandomStates, drawn_from
-from ..record.values import Call
+from ..record.values import RecordedCall
 from ..words.places import where
 from .comparison import differing_part, same_step
 from .recorded_step import Recording
@@ -135,7 +135,7 @@ def _another(first: Recording, again: Recording) -> CaptureError:
     )
 
 
-def _difference(first: Recording, again: Recording) -> tuple[Call | None, str]:
+def _difference(first: Recording, again: Recording) -> tuple[RecordedCall | None, str]:
     """The first call that is another one, and how."""
     for mine, its in zip(first.calls, again.calls, strict=False):
         if mine.type != its.type:

@@ -19,7 +19,7 @@ import torch
 from ...errors import CaptureError
 from ..intake.options import LossScaler, Options
 from ..record.recorder import Recorder
-from ..record.values import Call, Value
+from ..record.values import RecordedCall, Value
 from ..words.places import where
 
 __all__ = ["Finished", "fake_scaler", "finish_gradients", "refuse_sparse", "scale_loss"]
@@ -187,7 +187,7 @@ def _clip(
     ]
 
 
-def _name_norms(calls: Sequence[Call], of: Mapping[int, Value], total: Value) -> None:
+def _name_norms(calls: Sequence[RecordedCall], of: Mapping[int, Value], total: Value) -> None:
     """Name what ``clip_grad_norm_`` recorded.
 
     Args:

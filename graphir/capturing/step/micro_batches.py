@@ -21,7 +21,7 @@ from ...ir.names import micro_batch_prefix
 from ...ir.size import BATCH
 from ..intake.arguments import Arguments, Leaf
 from ..record.recorder import Recorder
-from ..record.values import Call, Value
+from ..record.values import RecordedCall, Value
 
 __all__ = ["Sums", "micro_batch", "per_micro_batch", "prefix_of_micro_batch"]
 
@@ -140,9 +140,9 @@ class Sums:
             return self._recorder.apply(_aten.add.Tensor, a, b)
 
 
-def _early(calls: Sequence[Call], additions: Sequence[Call]) -> list[Call]:
+def _early(calls: Sequence[RecordedCall], additions: Sequence[RecordedCall]) -> list[RecordedCall]:
     """The calls with each addition after the one that makes its second operand, so that this lives no longer."""
-    after: dict[int, list[Call]] = {}
+    after: dict[int, list[RecordedCall]] = {}
     made = {id(call) for call in calls}
     for addition in additions:
         maker = addition.inputs[1].call

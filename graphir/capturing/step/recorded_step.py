@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from ...ir.program import Scalar
 from ..record.extents import Extents
 from ..record.sparse import SparseValue
-from ..record.values import Call, Value
+from ..record.values import RecordedCall, Value
 from .gradients import Finished
 
 __all__ = ["Outcome", "Recording"]
@@ -62,7 +62,7 @@ class Recording(Outcome):
         extents: what the step made of its sizes, and asked about them.
     """
 
-    calls: list[Call]
+    calls: list[RecordedCall]
     values: list[Value]
     inputs: list[Value | None]
     state: dict[str, Value]

@@ -36,7 +36,7 @@ from ..record.seeds import rng_state_followed, seeding_refused
 from ..record.sequences import sequences
 from ..record.source_lines import SourceLines
 from ..record.stand_ins import attribute_paths, fake_leaves, fake_state
-from ..record.values import Call, Value
+from ..record.values import RecordedCall, Value
 from ..words.libraries import remedy
 from ..words.places import where
 from .backward import backward
@@ -326,10 +326,10 @@ def _scalar(loss: Any) -> torch.Tensor:
     return total
 
 
-def _live(calls: list[Call], kept: list[Value | None]) -> list[Call]:
+def _live(calls: list[RecordedCall], kept: list[Value | None]) -> list[RecordedCall]:
     """*calls* without views, uninitialised tensors and known values that nothing reads."""
     read = {id(v) for v in kept if v is not None}
-    live: list[Call] = []
+    live: list[RecordedCall] = []
     for call in reversed(calls):
         free = call.outputs and all(v.is_view or v.known for v in call.outputs)
         idle = free or operator_type(call.type).unwritten

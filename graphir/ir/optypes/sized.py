@@ -11,14 +11,14 @@ from ..dtype import ITEMSIZE
 from ..operator import Operator, bind_arg
 from ..size import Dims, bind_shape
 
-__all__ = ["Operand", "SizedOperator", "UnknownShape", "copied"]
+__all__ = ["SizedOperand", "SizedOperator", "UnknownShape", "copied"]
 
 
 class UnknownShape(Exception):
     """The shape of an operand is not known."""
 
 
-class Operand(NamedTuple):
+class SizedOperand(NamedTuple):
     """An operand or result, its sizes bound; ``strides`` are None for contiguous ones, as a blob's are."""
 
     shape: tuple[int, ...]
@@ -62,24 +62,24 @@ class SizedOperator(NamedTuple):
         pattern = "t" * len(self.op.inputs) if self.op.operands is None else self.op.operands
         return pattern[position : position + 1] == "t"
 
-    def operand(self, position: int) -> Operand:
+    def operand(self, position: int) -> SizedOperand:
         """The operand at *position*."""
         return _bound(self.blobs[self.op.inputs[position]], self.dims)
 
-    def strided(self, *positions: int) -> list[Operand]:
+    def strided(self, *positions: int) -> list[SizedOperand]:
         """Those of these operands that may not be contiguous."""
         return [self.operand(i) for i in positions if self.blobs[self.op.inputs[i]].strides is not None]
 
-    def result(self, position: int = 0) -> Operand:
+    def result(self, position: int = 0) -> SizedOperand:
         """The result at *position*."""
         return _bound(self.blobs[self.op.outputs[position]], self.dims)
 
 
-def _bound(blob: Blob, dims: Dims) -> Operand:
+def _bound(blob: Blob, dims: Dims) -> SizedOperand:
     if blob.shape is None or blob.dtype is None:
         raise UnknownShape
     strides = None if blob.strides is None else bind_shape(blob.strides, dims)
-    return Operand(bind_shape(blob.shape, dims), strides, blob.dtype)
+    return SizedOperand(bind_shape(blob.shape, dims), strides, blob.dtype)
 
 
 def copied(call: SizedOperator, *positions: int) -> int:

@@ -139,7 +139,7 @@ def test_the_module_and_the_line_are_named() -> None:
 
 def test_a_layer_on_another_precision_is_named() -> None:
     text = refusal(nn.Sequential(nn.ReLU(), nn.Linear(4, 4)), MATRIX.double())
-    assert "dtype" in text and "1" in text
+    assert "dtype" in text and "module '1'" in text
 
 
 def test_labels_of_the_wrong_type_are_of_the_loss() -> None:
