@@ -25,7 +25,7 @@ from ..ir.blob import bound_layout
 from ..ir.size import Dims
 from ..replication import HOOKS
 from .apply import apply_replicas
-from .calls import Call
+from .calls import ReplicatedCall
 from .containers import Containers
 from .errors import ReplicationRuntimeError
 from .lent_state import LentState
@@ -49,7 +49,7 @@ class Ran(NamedTuple):
         versions: of the module's tensors that the forward does not overwrite, once what the backward reads is kept.
     """
 
-    call: Call
+    call: ReplicatedCall
     dims: Dims
     step: int
     shares: Sequence[Tensor]
@@ -102,7 +102,7 @@ class BackwardPlan:
         entries: Mapping[str, Tensor],
         given: tuple[Sequence[str], Sequence[str]],
         targets: Sequence[tuple[int, int]],
-        call: Call,
+        call: ReplicatedCall,
         containers: Containers,
         guard: ModuleGuard,
         told: Callable[[tuple[int, ...], bool], None],

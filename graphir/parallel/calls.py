@@ -16,7 +16,7 @@ from ..capturing.isolate.global_state import SETTINGS
 from ..ir.shares import divided
 from ..ir.tensor import PLAIN
 
-__all__ = ["Call", "TooFewRows", "Unfit", "read_call"]
+__all__ = ["ReplicatedCall", "TooFewRows", "Unfit", "read_call"]
 
 
 _MAPPED: Final = (tuple, list, dict, OrderedDict, namedtuple)
@@ -31,7 +31,7 @@ class TooFewRows(Exception):
     """There are replicas without rows."""
 
 
-class Call(NamedTuple):
+class ReplicatedCall(NamedTuple):
     """A call.
 
     Attributes:
@@ -49,7 +49,7 @@ class Call(NamedTuple):
     sizes: tuple[int, ...]
     kind: Hashable
 
-    def of_this_size(self) -> Call:
+    def of_this_size(self) -> ReplicatedCall:
         """The call as one of a kind that has these rows alone."""
         return self._replace(kind=(self.kind, self.sizes))
 
@@ -90,7 +90,7 @@ def read_call(
     place: torch.device,
     modes: Hashable,
     sizes: tuple[int, ...] | None = None,
-) -> Call:
+) -> ReplicatedCall:
     """Read a call.
 
     Args:
@@ -141,7 +141,7 @@ def read_call(
     modes = modes, torch.is_inference_mode_enabled(), torch.get_num_threads(), FORKS[0]
     at = tuple([i for i, leaf in enumerate(leaves) if graded and isinstance(leaf, Tensor) and leaf.requires_grad])
     kind = spec, tuple(described), settings, modes
-    return Call(args, kwargs, tuple([leaves[i] for i in at]), at, sizes, kind)
+    return ReplicatedCall(args, kwargs, tuple([leaves[i] for i in at]), at, sizes, kind)
 
 
 def _not_mapped(spec: pytree.TreeSpec) -> str:

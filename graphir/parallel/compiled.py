@@ -30,7 +30,7 @@ from graphir.runtime.machine.surroundings import follow_forks
 from ..errors import CoverageError, EagerWarning, GraphirError, RecaptureWarning, RunError, SessionError, warn
 from ..facade.plan_cache import ModuleGuard, PlanCache, told
 from ..replication import OWN_CALLBACK
-from .calls import Call, TooFewRows, Unfit, read_call
+from .calls import ReplicatedCall, TooFewRows, Unfit, read_call
 from .devices import places_of_ids
 from .plans import Plans, Replicas
 
@@ -149,13 +149,13 @@ class CompiledReplicas:
 
     def _read(
         self, guard: ModuleGuard, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: tuple[int, ...] | None
-    ) -> Call:
+    ) -> ReplicatedCall:
         modes = tuple([module.training for module in guard.modules])
         param = next(self._replicas.module.parameters(), None)
         place = torch.device("cpu") if param is None else param.device
         return read_call(args, kwargs, self._replicas.dim, self._replicas.shares, place, modes, sizes)
 
-    def _plans(self, guard: ModuleGuard, call: Call) -> Plans:
+    def _plans(self, guard: ModuleGuard, call: ReplicatedCall) -> Plans:
         """The plans for such a call of the module that *guard* holds of, captured if need be.
 
         Raises:
@@ -225,7 +225,7 @@ class _Kind:
         self._replicas, self._captures, self._cache = replicas, captures, cache
         self._twice = 0  # backwards, one after the other, for which replicas ran once more
 
-    def plans(self, guard: ModuleGuard, call: Call) -> Plans:
+    def plans(self, guard: ModuleGuard, call: ReplicatedCall) -> Plans:
         """The plans for a call; for the outputs that gradients came for last."""
         if self._twice > _TWICE:
             raise Unfit(_RUN_TWICE)
@@ -238,7 +238,7 @@ class _Kind:
             raise Unfit(found)
         return found
 
-    def _made(self, guard: ModuleGuard, call: Call) -> Plans | str:
+    def _made(self, guard: ModuleGuard, call: ReplicatedCall) -> Plans | str:
         module = self._replicas.module
         if any(hasattr(inner, OWN_CALLBACK) for inner in module.modules()):
             return "a module has a callback, which is called for each replica"

@@ -28,7 +28,7 @@ from ..ir.names import base_name
 from ..ir.program import Program
 from ..ir.size import BATCH, size_dims
 from .backward import BackwardPlan, Differentiated, Ran
-from .calls import Call
+from .calls import ReplicatedCall
 from .containers import Containers
 from .gather import gather
 from .lent_state import LentState
@@ -80,7 +80,7 @@ class Plans:
     def __init__(
         self,
         replicas: Replicas,
-        call: Call,
+        call: ReplicatedCall,
         positions: tuple[int, ...] | None,
         needing: tuple[int, ...] | None,
         guard: ModuleGuard,
@@ -126,7 +126,7 @@ class Plans:
             if needing is not None:
                 self._backward.expect_of(needing)
 
-    def __call__(self, call: Call) -> Any:
+    def __call__(self, call: ReplicatedCall) -> Any:
         """The module's output, gathered.
 
         Raises:
@@ -161,7 +161,9 @@ class Plans:
             return [gather(part, self.replicas.output, self.replicas.dim) for part in parts]
 
 
-def _captured(replicas: Replicas, call: Call, positions: tuple[int, ...] | None, containers: Containers) -> Program:
+def _captured(
+    replicas: Replicas, call: ReplicatedCall, positions: tuple[int, ...] | None, containers: Containers
+) -> Program:
     """The program of the first replica's share; it returns the parts of *containers*."""
     args, kwargs = pytree.tree_map_only(Tensor, _leaf, call.shares(replicas.dim)[0])
     needing = torch.is_grad_enabled() and (

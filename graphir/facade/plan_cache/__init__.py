@@ -46,9 +46,9 @@ import torch
 from ...capturing.isolate.attributes import names_of_attributes
 from ...errors import SessionError
 from .guard import ModuleGuard
-from .inventory import Change
+from .inventory import ModuleChange
 
-__all__ = ["Change", "ModuleGuard", "PlanCache", "told"]
+__all__ = ["ModuleChange", "ModuleGuard", "PlanCache", "told"]
 
 _Plan = TypeVar("_Plan")
 
@@ -178,7 +178,7 @@ class PlanCache(Generic[_Plan]):
         return max([name for name in names if f"{changed}.".startswith((f"{name}.", f"{name}["))], key=len, default="")
 
 
-def told(changes: Sequence[Change]) -> str:
+def told(changes: Sequence[ModuleChange]) -> str:
     """What has changed, in one line."""
     others = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
     return f"{changes[0]}{others}"

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch.nn.modules.module import _has_any_global_hook
 
-from .inventory import VALUES, Change, Inventory, is_dense, is_same
+from .inventory import VALUES, Inventory, ModuleChange, is_dense, is_same
 
 __all__ = ["ModuleGuard"]
 
@@ -37,7 +37,7 @@ class ModuleGuard:
 
     def __init__(self, roots: Mapping[str, Any], left_out: Container[Hashable] = (), in_place: bool = False) -> None:
         self._roots, self._left_out, self._in_place = roots, left_out, in_place
-        self.changes: Sequence[Change] = ()
+        self.changes: Sequence[ModuleChange] = ()
         self._take(Inventory(roots, left_out, in_place))
 
     def _take(self, inventory: Inventory) -> None:
@@ -113,7 +113,7 @@ class ModuleGuard:
         """Remember the parts that another guard of the module has."""
         self._take(other._inventory)
 
-    def changes_to(self, other: ModuleGuard) -> Iterator[Change]:
+    def changes_to(self, other: ModuleGuard) -> Iterator[ModuleChange]:
         """The parts that are others in another guard of the module."""
         return self._inventory.changes_to(other._inventory)
 

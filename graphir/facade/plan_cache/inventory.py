@@ -23,7 +23,7 @@ from ...capturing.isolate.patches import unpatched
 from ...ir.tensor import PLAIN
 from .objects import fields, has_fields
 
-__all__ = ["VALUES", "Change", "Inventory", "is_dense", "is_same"]
+__all__ = ["VALUES", "Inventory", "ModuleChange", "is_dense", "is_same"]
 
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TABLES: Final = ("_parameters", "_buffers", "_modules")
@@ -48,7 +48,7 @@ _WRAPPERS: Final = {
 """What a class holds around a function, and where the function is."""
 
 
-class Change(NamedTuple):
+class ModuleChange(NamedTuple):
     """One difference between a module now and earlier.
 
     Attributes:
@@ -129,7 +129,7 @@ class Inventory:
             for name in _GLOBAL_HOOKS:
                 self._visit(f"torch's {name}", getattr(torchs, name))
 
-    def changes_to(self, later: Inventory) -> Iterator[Change]:
+    def changes_to(self, later: Inventory) -> Iterator[ModuleChange]:
         """The parts that are others in a *later* inventory of the same module, in the order of that.
 
         Of a part that is another one, what is in it is not told, too.
@@ -140,7 +140,7 @@ class Inventory:
             if not is_same(before, now) and not name.startswith(within):
                 within = f"{name}.", f"{name}["
                 shown = repr(now) if isinstance(now, VALUES) else ""
-                yield Change(name, shown if len(shown) <= _LONGEST else "", later._is_of_class(name))
+                yield ModuleChange(name, shown if len(shown) <= _LONGEST else "", later._is_of_class(name))
 
     def _is_of_class(self, name: str) -> bool:
         return any(name.startswith(f"{cls.__qualname__}.") for cls in self._classes)
