@@ -141,3 +141,17 @@ def test_a_method_that_is_gone_names_the_function_to_call(owner, name, call):
         getattr(owner.__new__(owner), name)
     module, _, function = call.partition("(")[0].rpartition(".")
     assert function in PUBLIC[module].split()
+
+
+NAMED_ALIKE = {"Crossing", "Link"}
+"""Classes of the analyses of traffic and of schedules: a file imports one of them."""
+
+
+def test_public_classes_of_graphir_have_names_of_their_own() -> None:
+    found = [
+        node.name
+        for source in sources("graphir")
+        for node in source.tree.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert {name for name in found if found.count(name) > 1} == NAMED_ALIKE

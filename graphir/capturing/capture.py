@@ -34,7 +34,7 @@ from .sizes.follow import follow_dims
 from .step.comparison import Outline, outcome
 from .step.micro_batches import per_micro_batch
 from .step.recording import Step
-from .witness import Witness
+from .witness import StepWitness
 from .words.places import described
 
 __all__ = ["capture"]
@@ -177,7 +177,7 @@ def capture(
         finally:
             step.caches.leave()
         step.caches.check()
-    witness = Witness(step, allow_changes, program, outline, recorded, _capturing)
+    witness = StepWitness(step, allow_changes, program, outline, recorded, _capturing)
     listed = read_sizes(sizes, program.dims, program.covers.fixed)
     for point in listed:
         witness(point)

@@ -39,7 +39,7 @@ from .step.recorded_step import Recording
 from .step.recording import Step
 from .words.places import described, where
 
-__all__ = ["Witness"]
+__all__ = ["StepWitness"]
 
 _T = TypeVar("_T")
 
@@ -55,7 +55,7 @@ class _Difference(NamedTuple):
     at: str = ""
 
 
-class Witness:
+class StepWitness:
     """Compares a program with the step that it was captured from, at any size, each once.
 
     Args:

@@ -42,7 +42,7 @@ from ..capturing.capture import capture
 from ..capturing.intake.arguments import Arguments, read_arguments
 from ..capturing.intake.options import refuse_model
 from ..capturing.isolate.modes import Modes
-from ..capturing.witness import Witness
+from ..capturing.witness import StepWitness
 from ..errors import (
     CaptureError,
     CoverageError,
@@ -365,7 +365,7 @@ class Compiled:
             plan = emit(program)
         except PlacementError:
             plan = emit(inject_copies(program))
-        assert isinstance(captured.witness, Witness)  # it was captured here
+        assert isinstance(captured.witness, StepWitness)  # it was captured here
         self._cache.leave_out(guard, captured.witness.changed)
         lent = captured.witness.lend()
         witness = captured if self._witness else None
@@ -411,7 +411,7 @@ class Compiled:
                     fix=f"give a batch that {counted(len(self._devices), 'replica')} share equally",
                 )
         plan = alone(beside.plan, captured.with_(dims=arguments.dims))
-        assert isinstance(captured.witness, Witness)  # it was captured here
+        assert isinstance(captured.witness, StepWitness)  # it was captured here
         self._cache.leave_out(guard, captured.witness.changed)
         lent = captured.witness.lend()
         return Session(plan, state, beside=beside, lent=lent, **self._session_options)

@@ -20,7 +20,7 @@ from graphir.runtime.machine.places import Binding, places_of
 
 from ..capturing.capture import capture
 from ..capturing.intake.state import read_state
-from ..capturing.witness import Witness
+from ..capturing.witness import StepWitness
 from ..errors import CaptureError
 from ..facade.plan_cache import ModuleGuard
 from ..ir.device import gpu
@@ -89,7 +89,7 @@ class Plans:
         self.replicas = replicas
         self._containers = Containers()
         captured = _captured(replicas, call, positions, self._containers)
-        assert isinstance(captured.witness, Witness)  # it was captured here
+        assert isinstance(captured.witness, StepWitness)  # it was captured here
         self.changed = captured.witness.changed
         self.positions = captured.interface.differentiable
         # Without the copies of the parameters: the plans run on the module's own.
