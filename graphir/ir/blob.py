@@ -35,7 +35,7 @@ parameter or activation, a result handed back (*output*), or none of these (*tem
 ROLES: Final[tuple[str, ...]] = get_args(Role)
 
 ROLE_OF_PHASE: Final[Mapping[str, Role]] = {"forward": "activation", "backward": "gradient", "reduce": "gradient"}
-"""The role of what operators of a phase make, where nothing else is known of it; that of others is temporary."""
+"""The role of an operator's results by its phase, if nothing else decides the role. Other phases make temporaries."""
 
 STATE_ROLES: Final = frozenset({"param", "buffer", "state", "constant"})
 """Roles of blobs that live from step to step; ``init`` fills them."""
@@ -76,11 +76,11 @@ class Blob(NamedTuple):
         return f"Blob({', '.join(f'{name}={_shown(value)}' for name, value in self._asdict().items())})"
 
     def on(self, device: Device) -> Blob:
-        """This blob on another device: ``_replace(device=…)`` at half its cost, which passes over large nets feel."""
+        """This blob on another device, at half the cost of ``_replace(device=…)``: passes over large nets need that."""
         return Blob._make(self[:3] + (device,) + self[4:])  # noqa: RUF005  # half as long
 
     def nbytes(self, dims: Dims) -> int:
-        """Bytes that a storage of this geometry takes: up to its last element, so that gaps count, repeats don't."""
+        """Bytes from the first element to the last: gaps count, repeated elements do not."""
         if self.shape is None or self.dtype is None:
             return 0
         itemsize = ITEMSIZE[self.dtype]
@@ -124,7 +124,7 @@ def dense_strides(shape: Sequence[int], order: Iterable[int]) -> tuple[int, ...]
 
 def is_dense(blob: Blob) -> bool:
     """Whether the blob's elements fill their storage from its first byte on without gaps, in whatever order, at every
-    size. Not known of a blob without a shape, which then counts as dense."""
+    size. A blob without a shape counts as dense if its offset is 0."""
     if blob.shape is None or blob.strides is None:
         return blob.offset == 0
     left = [(stride, size) for stride, size in zip(blob.strides, blob.shape, strict=True) if size != 1]
@@ -138,7 +138,7 @@ def is_dense(blob: Blob) -> bool:
 
 
 def same_strides(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
-    """Whether strides put the elements at the same places: that of a dimension of size 1 says nothing."""
+    """Whether two sets of strides place all elements alike. The stride of a dimension of size 1 does not count."""
     return all(x == y for size, x, y in zip(shape, a, b, strict=True) if size != 1)
 
 
@@ -160,7 +160,7 @@ def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements may lie at one address. Exact for what views of dense tensors can be."""
+    """Whether two elements may lie at one address. Exact for all views of dense tensors."""
     if 0 in shape:
         return False
     last = 0

@@ -65,7 +65,7 @@ class Device(str):
 
     @property
     def is_host(self) -> bool:
-        """Whether this is the host. Its number says no more than which operators Caffe2 scheduled together."""
+        """Whether this is the host. A host's number only groups operators that Caffe2 scheduled together."""
         return self.startswith("cpu")
 
     def order(self) -> tuple[bool, int, str]:

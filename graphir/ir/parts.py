@@ -1,4 +1,4 @@
-"""Parts: a value that no blob holds by itself.
+"""Parts: a value that several blobs hold together.
 
 ::
 
@@ -19,7 +19,7 @@ __all__ = ["Parts", "starts", "whole_shape"]
 
 
 class Parts(NamedTuple):
-    """Where a value is that no blob holds by itself.
+    """The blobs that together hold a value.
 
     Attributes:
         dim: the dimension along which the blobs, in their order, make up the value; None: each holds all of it, as each

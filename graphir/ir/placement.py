@@ -13,7 +13,7 @@ __all__ = ["blob_devices", "first_device", "is_host_scalar", "required_devices",
 
 
 def same_memory(a: Device, b: Device) -> bool:
-    """Whether what is on one device is on the other. The host is one memory, whatever number a device of it has."""
+    """Whether two devices share one memory. All devices of the host do."""
     return a == b or (a.is_host and b.is_host)
 
 
@@ -56,7 +56,7 @@ def required_devices(op: Operator, blobs: Mapping[str, Blob], dialect: Dialect) 
 
 
 def _with_host(devices: list[Device], positions: tuple[int, ...] | None, host: Device) -> list[Device]:
-    """*devices* with the host at those of these positions that there are; None: at all positions."""
+    """*devices* with the host at the given positions; None: at all. Positions past the end are ignored."""
     return [host if positions is None or i in positions else device for i, device in enumerate(devices)]
 
 

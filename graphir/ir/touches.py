@@ -1,4 +1,4 @@
-"""Which operator touches which blob, as columns: what sweeps over large nets look up in arrays, not by name.
+"""Which operator touches which blob, as arrays: sweeps over large nets look up numbers, not names.
 
 ::
 
@@ -61,7 +61,7 @@ class Touches:
 
     @cached_property
     def geometry(self) -> Numbers:
-        """By blob, a number that those of one shape, element type and strides have."""
+        """By blob, the number of its geometry. Blobs of equal shape, element type and strides have the same number."""
         numbers: dict[Hashable, int] = defaultdict(count().__next__)
         geometries = map(attrgetter("shape", "dtype", "strides"), self.blobs.values())
         return np.fromiter(map(numbers.__getitem__, geometries), np.int64, len(self.names))

@@ -13,11 +13,11 @@ from ..text import operator_text
 __all__ = ["RAW", "Misplaced", "Problem", "raise_all"]
 
 RAW: Final = (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError)
-"""What torch and Python raise at values of other types and sizes than they take: what breaks an invariant may."""
+"""Exceptions of torch and Python for values of wrong types or sizes, such as those that break an invariant."""
 
 _MOST_PRINTED: Final = 20
 _MOST_MISPLACED: Final = 5
-"""Where nothing but copies is missing, there are many operands, and one fix for all."""
+"""Fewer are printed if only copies are missing: one fix serves all operands."""
 
 _COPY: Final = "run inject_copies before emit"
 _DECLARE: Final = "declare what an operator makes on its device (Blob.on), or move it by shift_modules instead; then "
