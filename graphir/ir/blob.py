@@ -97,7 +97,7 @@ def _shown(value: object) -> str:
 
 
 def dense_nbytes(blob: Blob, dims: Dims) -> int:
-    """Bytes of the blob's elements, however they are laid out: what a copy of it has to move."""
+    """Bytes of the blob's elements, however they are laid out: the bytes that a copy moves."""
     if blob.shape is None or blob.dtype is None:
         return 0
     return numel(blob.shape, dims) * ITEMSIZE[blob.dtype]
@@ -143,7 +143,7 @@ def same_strides(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bo
 
 
 def bound_layout(blob: Blob, dims: Dims) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of the blob under *dims*, also where it is contiguous. The shape has to be known.
+    """Shape and strides of the blob under *dims*; row-major strides if the blob declares none. Its shape must be known.
 
     Raises:
         GraphirError: a dimension has no value.
@@ -153,7 +153,7 @@ def bound_layout(blob: Blob, dims: Dims) -> tuple[tuple[int, ...], tuple[int, ..
 
 
 def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last in memory, gaps included; 0 where there are none."""
+    """Elements from the first to the last in memory, gaps included; 0 for an empty shape."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

@@ -25,7 +25,7 @@ class PassText(NamedTuple):
     options: Mapping[str, object]
 
 
-_BARE: Final = re.compile(r"[A-Za-z_](?:[\w./:-]*[\w./-])?")  # not up to a colon, which ends a key
+_BARE: Final = re.compile(r"[A-Za-z_](?:[\w./:-]*[\w./-])?")  # never ends in a colon, which ends a key
 _NUMBER: Final = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
 _STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
 _DEEPEST: Final = 8

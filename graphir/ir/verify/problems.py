@@ -17,7 +17,7 @@ RAW: Final = (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError,
 
 _MOST_PRINTED: Final = 20
 _MOST_MISPLACED: Final = 5
-"""Fewer are printed if only copies are missing: one fix serves all operands."""
+"""Fewer are printed if every problem is an operand on the wrong device: one fix serves all operands."""
 
 _COPY: Final = "run inject_copies before emit"
 _DECLARE: Final = "declare what an operator makes on its device (Blob.on), or move it by shift_modules instead; then "
@@ -26,8 +26,9 @@ _ORIGIN: Final = "no pass is to blame, but what built or edited it; a program fr
 
 
 Misplaced: TypeAlias = Literal["", "brings", "makes"]
-"""How an operand is on the wrong device: a copy *brings* it to the operator or back; or the operator *makes* it
-elsewhere than it is declared, which no copy mends. Empty: it is not, or something else is wrong as well."""
+"""How to mend an operand on the wrong device. *brings*: a copy brings it to the operator or back. *makes*: the operator
+makes it on another device than declared, which no copy mends. Empty: the device is right, or something else is wrong
+too."""
 
 
 class Problem(NamedTuple):
@@ -68,7 +69,7 @@ def raise_all(problems: Sequence[Problem], where: str, *, passes: bool = True) -
 
     Raises:
         PlacementError: every problem is an operand on the wrong device.
-        VerifyError: some problem is not.
+        VerifyError: some problem is something else.
     """
     if not problems:
         return
