@@ -1,10 +1,10 @@
 """Which of torch's operators a file may name.
 
-A file may be a stranger's, and torch's kernels do not check every index and shape. Admitted are the types that the
-models of tests/zoo and torch's own samples of its operators dispatch to. Those of the samples were called with hostile
-operands (indices and sizes out of range, other shapes, element types and strides) between pages that no process may
-touch: what crashed is not admitted, or its operands are checked by :mod:`graphir.runtime.kernels.bounds`. What a
-capture in this process records is not limited, and :func:`allow_operators` adds others.
+A file may be a stranger's, and torch's kernels do not check every index and shape. The admitted types are those that
+the models of tests/zoo and torch's own samples of its operators dispatch to. The types of the samples were called with
+hostile operands (indices and sizes out of range, other shapes, element types and strides) between pages that no process
+may touch. A type that crashed is not admitted, or :mod:`graphir.runtime.kernels.bounds` checks its operands. The list
+does not limit what a capture in this process records. :func:`allow_operators` admits more types.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _allowed: Final[set[str]] = set()
 def allow_operators(*types: str) -> None:
     """Let files that are read from now on name these types of torch's operators, in this process.
 
-    For types that are not admitted, nobody has seen that torch's kernels refuse every operand with which they would
-    read or write out of bounds. Trust a file that names them as you would trust code.
+    Nobody has seen the kernels of other types refuse every operand with which they would read or write out of bounds.
+    Trust a file that names such types as you would trust code.
 
     Args:
         types: such as ``aten.binomial.default``, with the overload's name.
 
     Raises:
-        GraphirError: torch has no such operator, or no program may have it; none was added.
+        GraphirError: torch has no such operator, or no program may have it; no type was added.
     """
     for type in types:
         overload(type)
@@ -39,10 +39,10 @@ def allow_operators(*types: str) -> None:
 
 
 def admitted(type: str) -> str:
-    """The operator type, as a file names it.
+    """*type* itself, if a file may name it.
 
     Raises:
-        GraphirError: it is one of torch's that files may not name, or longer than a text may have it.
+        GraphirError: *type* is a type of torch's that files may not name, or is too long for a text.
     """
     if len(type) > LONGEST_TEXT:
         raise GraphirError(

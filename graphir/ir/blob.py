@@ -35,7 +35,7 @@ parameter or activation, a result handed back (*output*), or none of these (*tem
 ROLES: Final[tuple[str, ...]] = get_args(Role)
 
 ROLE_OF_PHASE: Final[Mapping[str, Role]] = {"forward": "activation", "backward": "gradient", "reduce": "gradient"}
-"""The role of what operators of a phase make, where nothing else is known of it; that of others is temporary."""
+"""The role of an operator's results by its phase, if nothing else decides the role. Other phases make temporaries."""
 
 STATE_ROLES: Final = frozenset({"param", "buffer", "state", "constant"})
 """Roles of blobs that live from step to step; ``init`` fills them."""
@@ -76,11 +76,11 @@ class Blob(NamedTuple):
         return f"Blob({', '.join(f'{name}={_shown(value)}' for name, value in self._asdict().items())})"
 
     def on(self, device: Device) -> Blob:
-        """This blob on another device: ``_replace(device=…)`` at half its cost, which passes over large nets feel."""
+        """This blob on another device, at half the cost of ``_replace(device=…)``: passes over large nets need that."""
         return Blob._make(self[:3] + (device,) + self[4:])  # noqa: RUF005  # half as long
 
     def nbytes(self, dims: Dims) -> int:
-        """Bytes that a storage of this geometry takes: up to its last element, so that gaps count, repeats don't."""
+        """Bytes from the first element to the last: gaps count, repeated elements do not."""
         if self.shape is None or self.dtype is None:
             return 0
         itemsize = ITEMSIZE[self.dtype]
@@ -97,7 +97,7 @@ def _shown(value: object) -> str:
 
 
 def dense_nbytes(blob: Blob, dims: Dims) -> int:
-    """Bytes of the blob's elements, however they are laid out: what a copy of it has to move."""
+    """Bytes of the blob's elements, however they are laid out: the bytes that a copy moves."""
     if blob.shape is None or blob.dtype is None:
         return 0
     return numel(blob.shape, dims) * ITEMSIZE[blob.dtype]
@@ -124,7 +124,7 @@ def dense_strides(shape: Sequence[int], order: Iterable[int]) -> tuple[int, ...]
 
 def is_dense(blob: Blob) -> bool:
     """Whether the blob's elements fill their storage from its first byte on without gaps, in whatever order, at every
-    size. Not known of a blob without a shape, which then counts as dense."""
+    size. A blob without a shape counts as dense if its offset is 0."""
     if blob.shape is None or blob.strides is None:
         return blob.offset == 0
     left = [(stride, size) for stride, size in zip(blob.strides, blob.shape, strict=True) if size != 1]
@@ -138,12 +138,12 @@ def is_dense(blob: Blob) -> bool:
 
 
 def same_strides(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
-    """Whether strides put the elements at the same places: that of a dimension of size 1 says nothing."""
+    """Whether two sets of strides place all elements alike. The stride of a dimension of size 1 does not count."""
     return all(x == y for size, x, y in zip(shape, a, b, strict=True) if size != 1)
 
 
 def bound_layout(blob: Blob, dims: Dims) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of the blob under *dims*, also where it is contiguous. The shape has to be known.
+    """Shape and strides of the blob under *dims*; row-major strides if the blob declares none. Its shape must be known.
 
     Raises:
         GraphirError: a dimension has no value.
@@ -153,14 +153,14 @@ def bound_layout(blob: Blob, dims: Dims) -> tuple[tuple[int, ...], tuple[int, ..
 
 
 def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last in memory, gaps included; 0 where there are none."""
+    """Elements from the first to the last in memory, gaps included; 0 for an empty shape."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements may lie at one address. Exact for what views of dense tensors can be."""
+    """Whether two elements may lie at one address. Exact for all views of dense tensors."""
     if 0 in shape:
         return False
     last = 0

@@ -61,13 +61,13 @@ class Constant(NamedTuple):
 
 
 class Default(NamedTuple):
-    """What torch's schema gives where the operator stores nothing."""
+    """The schema's default of an argument that the operator does not store."""
 
     value: object
 
 
 class Bound(Enum):
-    """What the executor supplies."""
+    """An argument that the executor supplies."""
 
     DEVICE = "the real device that the operator's logical device is bound to"
     GENERATOR = "that device's random generator, freshly seeded"
@@ -81,7 +81,7 @@ class Call(NamedTuple):
 
     Attributes:
         positional: the arguments passed by position.
-        keyword: those passed by keyword, under the schema's names.
+        keyword: the arguments passed by keyword, under the schema's names.
         single: the type returns one thing, not a tuple.
         returned: how the operator's outputs fill what the type returns, as :func:`.operator.groups` gives.
     """
@@ -120,20 +120,20 @@ def call_of(
     *,
     drawn: bool = False,
 ) -> Call:
-    """The call of *type* with these arguments and so many inputs.
+    """The call of *type* with these arguments and this number of inputs.
 
-    Types of graphir's own take every tensor by position, and the rest by keyword.
+    graphir's own types take every tensor by position, and all other arguments by keyword.
 
     Args:
         type: of an operator.
         args: its arguments.
         operands: the pattern by which its inputs fill the type's parameters.
-        inputs: how many it has.
+        inputs: the number of its inputs.
         results: the pattern by which its outputs fill what the type returns.
-        drawn: it draws random numbers.
+        drawn: the operator draws random numbers.
 
     Raises:
-        PlanError: the type does not take them.
+        PlanError: the type does not take these arguments or inputs.
     """
     sig = signature(type)
     tensors = _tensors(type, sig, args, operands, inputs)
@@ -205,10 +205,10 @@ def filled(
 
     Args:
         call: of an operator.
-        inputs: the operator's, in order.
-        constant: gives what stands for a stored argument.
-        device: that the operator's logical one is bound to.
-        generator: gives that device's random generator, freshly seeded.
+        inputs: the operator's inputs, in order.
+        constant: gives the value that is passed for a stored argument.
+        device: the real device that the operator's logical device is bound to.
+        generator: gives the random generator of *device*, freshly seeded.
     """
 
     def value(argument: Argument) -> Any:
@@ -229,7 +229,7 @@ def flatten(call: Call, returned: Any) -> dict[int, Any]:
     """The returned tensors by the operator's output positions.
 
     Raises:
-        ValueError: they are more or fewer than the operator's outputs.
+        ValueError: the type returned more or fewer tensors than the operator has outputs.
     """
     found: dict[int, Any] = {}
     things = [returned] if call.single else returned or ()

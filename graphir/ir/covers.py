@@ -1,8 +1,8 @@
 """Covers: for which sizes a program is the step that eager PyTorch takes.
 
-A recording at a few sizes says nothing about a branch that the model's Python takes at another one. What Python asked
-of sizes says more: each test that compares polynomials or remainders is a guard. What Python computed otherwise has
-no guard, and the program holds for the recorded sizes alone.
+A recording at a few sizes does not show which branch the model's Python takes at another size. The tests that Python
+made of sizes do: each test that compares polynomials or remainders is a guard. A test of any other number has no guard,
+and the program then holds for the recorded sizes alone.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _SHOWN: Final = 4
 
 @dataclass(frozen=True)
 class Covers:
-    """The sizes for which a program holds: those for which every guard holds, and the recorded ones.
+    """The sizes for which a program holds: the sizes for which every guard holds, and the recorded sizes.
 
-    ``print(program.covers)`` says it in words.
+    ``print(program.covers)`` says them in words.
 
     Attributes:
         guards: what the dimensions must satisfy.
-        fixed: why sizes are plain numbers where they are; empty where they follow every named dimension.
-        only: why the guards are not all that Python asks, so that the program holds for recorded sizes alone; empty
-            where the guards are.
-        recorded: sizes at which the step was recorded and that the guards don't cover, or all where *only* says why.
-            One replica's, a value for each dimension, without prefix.
+        fixed: why some sizes are plain numbers; empty if sizes follow every named dimension.
+        only: why guards do not say all that Python asks, so that the program holds for recorded sizes alone; empty if
+            they do.
+        recorded: sizes at which the step was recorded and that the guards don't cover; all recorded sizes if *only* is
+            set. Each is a value for each dimension of one replica, without prefix.
     """
 
     guards: tuple[Guard, ...] = ()
@@ -58,27 +58,27 @@ class Covers:
         return "\n".join(lines) or "all sizes"
 
     def with_guards(self, guards: Iterable[Guard]) -> Covers:
-        """The same with other guards."""
+        """These covers with other guards."""
         return replace(self, guards=tuple(guards))
 
     def with_recorded(self, points: Iterable[Dims]) -> Covers:
-        """The same with recorded sizes, as far as it does not cover them."""
+        """These covers with more recorded sizes: those that are not covered yet."""
         new = [point for point in points if self.unknown(point) or self.broken(point) is not None]
         return replace(self, recorded=(*self.recorded, *new))
 
     def broken(self, dims: Dims) -> Guard | None:
-        """The first guard that does not hold at sizes that were not recorded; None where there is none."""
+        """The first guard that does not hold at *dims*; None if all hold, or if *dims* were recorded."""
         failing = next((guard for guard in self.guards if not guard.holds(dims)), None)
         return None if failing is None or self._is_recorded(dims) else failing
 
     def unknown(self, dims: Dims) -> str:
-        """Why nobody knows without a witness whether the program holds at *dims*; empty where it is known."""
+        """Why only a witness can tell whether the program holds at *dims*; empty if guards or recordings tell."""
         if not self.only or self._is_recorded(dims):
             return ""
         return f"the program holds for recorded sizes alone ({self.recorded_text()}): {self.only}"
 
     def recorded_text(self) -> str:
-        """``batch 4, length 10; batch 11, length 9``, the first few."""
+        """The first few recorded sizes: ``batch 4, length 10; batch 11, length 9``."""
         texts = [point_text(point) for point in self.recorded]
         more = [f"{len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
         return "; ".join([*texts[:_SHOWN], *more])

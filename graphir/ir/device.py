@@ -36,8 +36,8 @@ class Device(str):
 
     @staticmethod
     def parse(given: DeviceName) -> Device:
-        """The device that somebody names: as it is printed, such as ``gpu:1``, ``cpu`` (which is ``cpu:0``) or
-        ``hip:2``; by number, which is a gpu's; or as torch and Accelerate write it: ``cuda:1``, ``torch.device``.
+        """The device that a caller names: by its text (``gpu:1``, ``hip:2``; ``cpu`` is ``cpu:0``), by the number of a
+        gpu, or as torch and Accelerate write it (``cuda:1``, ``torch.device``).
 
         Raises:
             GraphirError: *given* is not a device. Accelerate's ``disk`` is none: a step keeps all it uses in memory.
@@ -65,11 +65,11 @@ class Device(str):
 
     @property
     def is_host(self) -> bool:
-        """Whether this is the host. Its number says no more than which operators Caffe2 scheduled together."""
+        """Whether this is the host. A host's number only groups operators that Caffe2 scheduled together."""
         return self.startswith("cpu")
 
     def order(self) -> tuple[bool, int, str]:
-        """What devices are sorted by: by number, the host last."""
+        """The sort key of devices: by number, the host last."""
         return self.is_host, self.index, self.kind
 
 
@@ -82,7 +82,7 @@ def _interned(text: str) -> Device | None:
 
 
 def _text(given: object) -> str:
-    """A ``torch.device`` as text; nothing for what is none."""
+    """A ``torch.device`` as text; empty for any other object."""
     return str(given) if isinstance(given, torch.device) else ""
 
 

@@ -1,8 +1,8 @@
-"""What nets of different origins mean by their names and operators: a net's *dialect*.
+"""Dialects: what the names and operators of a net mean, by the net's origin.
 
 Captured programs speak torch's dialect, imported ones Caffe2's (:mod:`graphir.caffe2.dialect`). Whoever has to know the
 difference asks ``net.dialect``. :class:`Dialect` gives torch's answers; another dialect has tables of its own, and
-overrides methods. It registers itself under its name, since ``graphir.ir`` imports nothing that stands above it.
+overrides methods. A dialect registers itself under its name: ``graphir.ir`` imports nothing that stands above it.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ class HostOperands(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dialect:
-    """What operators and names of a net mean. There is one object for each dialect, which equals itself alone.
+    """What operators and names of a net mean. Each dialect is one object; dialects compare by identity.
 
     Attributes:
         name: ``torch`` or ``caffe2``.
-        workspace: nets of this dialect run in a workspace, as Caffe2's do. A name is a memory of its own, which takes
-            tensors of one shape after the other and outlives the net; state may be fed into it. A net without external
-            outputs leaves there what nobody reads.
+        workspace: nets of this dialect run in a workspace, as Caffe2's do. A name is a memory that outlives the net and
+            holds tensors of one shape after the other. State may be fed into it. A net without external outputs leaves
+            its unread blobs in the workspace.
         copies: types whose output has the value of their input.
         host: types that keep some operands on the host.
-        stays: types whose operands stay where they live: an output that is no operand is where the input at its
-            position is.
+        stays: types whose operands stay where they live. An output that is not also an input lives where the input at
+            its position lives.
         host_scalars: whether all other operators read and update 0-dim tensors on the host from any device.
-        translation: what makes operators of this dialect ones that a session runs; empty where they are.
+        translation: the remedy, in errors, that turns operators of this dialect into operators that a session runs;
+            empty if a session runs them as they are.
     """
 
     name: str
@@ -80,7 +81,7 @@ class Dialect:
 
     def mentions(self, op: Operator) -> tuple[str, ...]:
         """The blobs that an operator names beside its operands: those that it waits for, and those of :meth:`nested`.
-        A name may be there that is no blob."""
+        Some of the names may not be blobs."""
         return ()
 
     def nested(self, op: Operator) -> tuple[str, ...]:
@@ -88,17 +89,18 @@ class Dialect:
         return ()
 
     def meaning(self, op: Operator) -> str:
-        """What an operator says of what it computes beside its type, arguments and operands. Equal meanings have equal
-        texts."""
+        """The part of an operator's computation that its type, arguments and operands leave open, as text. Equal
+        meanings have equal texts."""
         return ""
 
     def is_ordered(self, op: Operator) -> bool:
-        """Whether what an operator does follows from other calls before: it takes from, or adds to, what no blob
-        holds."""
+        """Whether an operator's results depend on earlier calls: the operator takes from, or adds to, something that
+        no blob holds."""
         return False
 
     def in_place(self, op: Operator) -> tuple[tuple[int, int], ...]:
-        """The (input, output) positions that may be one name. Torch has other types for what overwrites operands."""
+        """The (input, output) positions that may be one name. Empty for torch, whose in-place operators are types of
+        their own."""
         return ()
 
     def is_alias(self, op: Operator) -> bool:
@@ -110,7 +112,7 @@ class Dialect:
         return False
 
     def infers(self, type: str) -> bool:
-        """Whether what operators of *type* return is known, so that it is compared with what the net declares."""
+        """Whether the results of operators of *type* are known, so that the net's declarations are compared to them."""
         return True
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -1,8 +1,8 @@
-"""Where a step is recorded so that the numbers of it determine polynomials in its dimensions.
+"""The sizes at which a step is recorded, so that its numbers determine polynomials in its dimensions.
 
-The batch appears at most linearly, every other dimension at most squared (attention holds ``length*length``), and
-different dimensions are multiplied freely. As many recordings as there are such monomials determine their coefficients
-exactly, one more, at other values of all dimensions, confirms them::
+The batch appears at most linearly, every other dimension at most squared (attention holds ``length*length``). Different
+dimensions are multiplied freely, a squared one only by the batch. One recording for each such monomial determines the
+coefficients exactly. One more, at other values of all dimensions, confirms them::
 
     length                     batch: 1, batch                         3 recordings
        ▲       check           batch, length: {1, batch} x
@@ -11,8 +11,8 @@ exactly, one more, at other values of all dimensions, confirms them::
        │  ●    ●                 {1, h, h², w, w², h*w}               13
        └──────────▶ batch
 
-More than four dimensions are taken for numbers of lookups and the like, which nothing multiplies: each appears by
-itself, and costs one recording. Where it does not, the check tells.
+More than four dimensions are taken for numbers of lookups and the like, which nothing multiplies: each appears linearly
+and by itself, and costs one recording. The check tells if a dimension appears in another way.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from .size import BATCH, Dims, Monomial, Polynomial, Size, bind
 __all__ = ["Grid", "NotPolynomial", "point_text"]
 
 _MULTIPLIED: Final = 4
-"""As many dimensions may be multiplied; of more, each is a term by itself."""
+"""Up to this number of dimensions may be multiplied; if there are more, each is a term by itself."""
 
 _SMALL: Final = 7
-"""Dimensions from here on are recorded at smaller values, which models with a longest sequence take too."""
+"""From this value on, a dimension is recorded at smaller values too: a model may have a longest sequence."""
 
 
 class NotPolynomial(Exception):
-    """A number, or the list of operators, follows the dimensions otherwise; says which and how."""
+    """A number, or the list of operators, follows the dimensions in another way; the text says which and how."""
 
 
 def point_text(point: Dims) -> str:
@@ -52,9 +52,9 @@ class Grid:
 
     Args:
         dims: the captured value of each dimension.
-        check: their values in the recording that confirms what the others gave.
-        step: how far apart the values of a dimension are; 0 leaves it to the grid.
-        further: points that confirm it, too.
+        check: the values of the dimensions in the recording that confirms the polynomials.
+        step: the distance between the values of a dimension; 0: the grid chooses the values.
+        further: more points that confirm the polynomials.
     """
 
     def __init__(self, dims: Dims, check: Dims | None = None, step: int = 0, further: Sequence[Dims] = ()) -> None:
@@ -78,7 +78,7 @@ class Grid:
     def fit(self, numbers: Sequence[int | None]) -> Size | None:
         """The size that takes these values at the points; None where no polynomial with whole coefficients does.
 
-        The last may be None, which leaves it open.
+        The last number may be None: it is then not compared.
         """
         given = [n for n in numbers if n is not None]
         coefficients = [sum(a * n for a, n in zip(row, given, strict=False)) for row in self._inverse]
@@ -90,14 +90,15 @@ class Grid:
 
 
 def _values(dim: str, value: int, step: int) -> tuple[int, ...]:
-    """Values of a dimension: the captured one; far, where a threshold shows, or next to it; those of the check last.
+    """Values of a dimension: the captured one first, the check's last.
 
-    None of the further ones is 1, where tensors of other strides count as contiguous too.
+    The values between them are far from the captured one, where a threshold shows, or next to it. Only the captured
+    value may be 1: at size 1, tensors of other strides count as contiguous too.
     """
     if step:
         return tuple(value + i * step for i in range(3 if dim == BATCH else 4))
     if dim == BATCH:
-        return value, 2 * value + 3 + value % 2, value + 1  # a parity shows between the first two
+        return value, 2 * value + 3 + value % 2, value + 1  # the first two differ in parity
     if value < _SMALL:
         return value, value + 1, value + 2, 2 * value + 3
     return value, value - 1, value - 2, value // 2 + 1

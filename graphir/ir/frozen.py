@@ -47,7 +47,7 @@ def frozen(value: Any) -> Any:
 
 
 def frozen_all(value: Any) -> Any:
-    """The same with all that is in a value of mappings, lists, sets and tuples. Lists become tuples."""
+    """A value that is read-only throughout, with the mappings, lists, sets and tuples in it. Lists become tuples."""
     if isinstance(value, Mapping):
         return FrozenDict({name: frozen_all(part) for name, part in value.items()}) if value else EMPTY
     if isinstance(value, list | tuple):
@@ -57,7 +57,7 @@ def frozen_all(value: Any) -> Any:
 
 
 def freeze(value: object, **fields: Callable[[Any], Any]) -> None:
-    """Give each of some fields of a frozen dataclass what its function makes of it; in ``__post_init__``."""
+    """Replace fields of a frozen dataclass, each by the result of its function. For use in ``__post_init__``."""
     for name, function in fields.items():
         given = getattr(value, name)
         made = function(given)

@@ -1,4 +1,4 @@
-"""Where in its memory a tensor looks, and as what."""
+"""Geometries of tensors: shape, strides, offset and element type."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ __all__ = ["Geometry", "absurdity", "contiguous", "geometry", "geometry_of", "sa
 _shape_of: Final = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _strides_of: Final = torch.Tensor.stride
 _offset_of: Final = torch.Tensor.storage_offset
-"""The plain integers, also while a recording gives Python other numbers for them."""
+"""Torch's own getters. They give plain integers even while a recording gives Python other numbers."""
 
 
 class Geometry(NamedTuple):
-    """Where in its memory a tensor looks, and as what: offset and strides count elements, and every size is bound.
+    """Which elements of its memory a tensor shows: offset and strides count elements, and every size is bound.
 
     Attributes:
-        conj: it shows the conjugates of what is there; torch says so by a bit of the tensor, and copies nothing.
-        neg: it shows the negatives of what is there.
+        conj: the tensor shows the conjugates of the elements in memory. Torch sets a bit of the tensor, and copies
+            nothing.
+        neg: the tensor shows the negatives of the elements in memory.
     """
 
     shape: tuple[int, ...]
@@ -94,7 +95,7 @@ def geometry(blob: Blob, dims: Dims) -> Geometry | None:
 
 
 def absurdity(g: Geometry) -> str:
-    """Why nothing can have this geometry; empty where something can."""
+    """Why no tensor can have this geometry; empty if one can."""
     numbers = (*g.shape, *(g.declared_strides or ()), g.offset)
     if min(numbers) < 0 or max(*numbers, prod(g.shape)) > LARGEST:
         return f"is declared {g}, and nothing is of such a size"
@@ -104,6 +105,6 @@ def absurdity(g: Geometry) -> str:
 def same_layout(a: Geometry, b: Geometry) -> bool:
     """Whether two geometries of one shape put each element at the same place, counted from the first.
 
-    The stride of a dimension of size 1, and all strides of an empty tensor, say nothing.
+    The stride of a dimension of size 1, and all strides of an empty tensor, do not count.
     """
     return a.strides == b.strides or 0 in a.shape or same_strides(a.shape, a.strides, b.strides)

@@ -1,7 +1,7 @@
 """Guards: what the dimensions of a program must satisfy for it to be the step that eager PyTorch takes.
 
-A step that was recorded with a length of 512 says nothing about the branch that the model's Python takes from 1,025 on.
-The program holds where its guards do, and a session refuses other sizes.
+A step recorded at a length of 512 does not show the branch that the model's Python takes from 1,025 on. The program
+holds where its guards hold, and a session refuses other sizes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Guard(NamedTuple):
     """A relation of a size, or of its remainder, to a number.
 
     Attributes:
-        size: of dimensions.
+        size: the polynomial at the left of the relation.
         relation: ``<=``, ``>=``, ``==`` or ``!=``.
-        number: at the right of it.
-        modulus: what the size is divided by, where the relation is to the remainder; 0 where it is to the size itself.
-        reason: what would be different where it does not hold.
+        number: the number at the right of the relation.
+        modulus: the divisor, if the relation is about the size's remainder; 0 if it is about the size itself.
+        reason: what would be different if the guard did not hold.
     """
 
     size: Polynomial
@@ -52,11 +52,11 @@ class Guard(NamedTuple):
 
     @property
     def dims(self) -> tuple[str, ...]:
-        """The dimensions that it is about."""
+        """The dimensions of the guard's size."""
         return size_dims(self.size)
 
     def holds(self, dims: Dims) -> bool:
-        """Whether it holds under *dims*.
+        """Whether the guard holds under *dims*.
 
         Raises:
             GraphirError: a dimension has no value.
@@ -64,7 +64,7 @@ class Guard(NamedTuple):
         return self.allows(bind(self.size, dims))
 
     def allows(self, size: int) -> bool:
-        """Whether it holds where its size is *size*."""
+        """Whether the guard holds if its size has the value *size*."""
         return _RELATIONS[self.relation](size % self.modulus if self.modulus else size, self.number)
 
     def renamed(self, rename: Callable[[str], str]) -> Guard:

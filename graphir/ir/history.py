@@ -1,7 +1,7 @@
 """The text of passes: each entry of a program's history, and pipelines, which are read back.
 
-``shift_activations{activations=[relu], shifts={0: 1}}`` is the name of a pass and its options. What a name and its
-options mean, the passes know.
+``shift_activations{activations=[relu], shifts={0: 1}}`` is the name of a pass and its options. Only the passes know
+what names and options mean.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PassText(NamedTuple):
     options: Mapping[str, object]
 
 
-_BARE: Final = re.compile(r"[A-Za-z_](?:[\w./:-]*[\w./-])?")  # not up to a colon, which ends a key
+_BARE: Final = re.compile(r"[A-Za-z_](?:[\w./:-]*[\w./-])?")  # never ends in a colon, which ends a key
 _NUMBER: Final = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
 _STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
 _DEEPEST: Final = 8
@@ -47,7 +47,7 @@ def print_option(value: object) -> str:
 
 
 def pass_name(text: str) -> str:
-    """The name in an entry of a history, which may be no text of a pass otherwise."""
+    """The pass's name in an entry of a history. The rest of the entry need not be readable as a pass."""
     return text.partition("{")[0].strip()
 
 

@@ -1,10 +1,10 @@
 """What an operator returns: shapes, element types, strides, and the operands whose memory its results show.
 
 Torch finds a result's geometry in some ten microseconds on the meta device, and in a good hundred on fake tensors. The
-geometry depends on the operator and on the geometry of what it reads alone. So every answer is kept, with every size
-bound to a number: the repeated layers of a model, its replicas, the next capture and the next verification cost a
-lookup each. :func:`infer` asks the meta device. A capture asks with fake tensors, which have a device, and keeps what
-:func:`described` says of the answer.
+geometry depends only on the operator and the geometries of its operands. So every answer is kept, with every size bound
+to a number: the repeated layers of a model, its replicas, the next capture and the next verification cost a lookup
+each. :func:`infer` asks the meta device. A capture asks with fake tensors, which have a device, and keeps the
+description that :func:`described` makes of the answer.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Inferred(NamedTuple):
     """What is known of a call.
 
     Attributes:
-        outputs: the geometry of each output, None where it can't be known; None for an operator that can't be
-            computed on the meta device.
-        effects: those of its schema; None where the type is not known.
-        complaint: why the call is wrong; empty where it isn't.
-        loose: strides are the backend's choice, so that any may be declared.
+        outputs: the geometry of each output, None for an output whose geometry can't be known; None in place of all for
+            an operator that can't be computed on the meta device.
+        effects: the effects by the type's schema; None for an unknown type.
+        complaint: why the call is wrong; empty for a right call.
+        loose: strides are the backend's choice, so that any strides may be declared.
     """
 
     outputs: tuple[Geometry | None, ...] | None
@@ -80,7 +80,7 @@ class Returned(NamedTuple):
 Inputs: TypeAlias = Sequence[Geometry | None]
 
 _MOST_KEPT: Final = 100_000
-"""Answers; a step of thousands of different operators has tens of thousands."""
+"""The most answers kept. A step of thousands of different operators has tens of thousands of answers."""
 _kept: Final[dict[tuple[Any, ...], Any]] = {}
 kept: Final = _kept.get
 """The answer kept under a key; None where there is none."""
@@ -99,7 +99,7 @@ def forget() -> None:
 
 
 def described(returned: Any, operands: Sequence[torch.Tensor]) -> Returned | None:
-    """What an operator returned on these operands, without its tensors; None where a description is not all of it."""
+    """What an operator returned on these operands, without its tensors; None if a description would lose something."""
     owners = {t.untyped_storage()._cdata: i for i, t in reversed(list(enumerate(operands)))}
     fresh: set[int] = set()
     results: list[Result] = []
@@ -117,7 +117,7 @@ def described(returned: Any, operands: Sequence[torch.Tensor]) -> Returned | Non
 
 
 def _made(leaf: Any, operands: Sequence[torch.Tensor], owners: Mapping[int, int], fresh: set[int]) -> MadeResult | None:
-    """The result *leaf*, given the operand that owns each storage, and the storages of the results before."""
+    """The result *leaf*, given the operand that owns each storage, and the storages of earlier results."""
     if type(leaf) is not FakeTensor or leaf.layout != torch.strided or leaf.is_conj() or leaf.is_neg():
         return None
     storage, geometry = leaf.untyped_storage(), geometry_of(leaf)
@@ -150,13 +150,13 @@ def infer(op: Operator, inputs: Inputs, dims: Dims) -> Inferred:
     found: Inferred | None = kept(key)
     if found is None:
         found = _infer(op, inputs, {name: bind_arg(arg, dims) for name, arg in op_args.items()})
-        if is_known(op_type):  # another may be registered yet
+        if is_known(op_type):  # an unknown type may be registered later
             keep(key, found)
     return found
 
 
 def _args_key(args: Mapping[str, Arg], dims: Dims) -> tuple[Any, ...]:
-    """The arguments as a hashable value that tells apart what torch does, and Python's ``==`` does not."""
+    """The arguments as a hashable value. It differs wherever torch tells arguments apart, even if ``==`` does not."""
     key: list[Any] = []
     for name, arg in args.items():
         key += (name, arg if arg.__class__ is int else _identity(arg, dims))
@@ -164,12 +164,12 @@ def _args_key(args: Mapping[str, Arg], dims: Dims) -> tuple[Any, ...]:
 
 
 def _identity(arg: Any, dims: Dims) -> Any:
-    """1, 1.0 and True are three, as a type promotion has them; so are 0.0 and -0.0, and a text and a symbol."""
+    """The argument in a key. 1, 1.0 and True differ, as in type promotion; so do 0.0 and -0.0, a text and a symbol."""
     kind = arg.__class__
     if kind is tuple:
         return tuple([item if item.__class__ is int else _identity(item, dims) for item in arg])
     if kind is float:
-        return arg.hex()  # no text is equal to it: those stand beside their type
+        return arg.hex()  # equals no text: a text stands beside its type
     if kind is Polynomial:
         return bind(arg, dims)
     return arg if kind is int or arg is None else (kind, arg)
@@ -208,7 +208,7 @@ def _unknown(type: str) -> str:
 
 
 def _complaint(op: Operator, sig: Signature, effects: Effects) -> str:
-    """What the signature has against the call: unknown or missing arguments, wrong numbers of inputs or outputs."""
+    """Why the call does not fit the signature: unknown or missing arguments, wrong numbers of inputs or outputs."""
     types = {p.name: p.type for p in sig.params}
     for name, arg in op.args.items():
         if name not in types:
@@ -237,19 +237,19 @@ def _complaint(op: Operator, sig: Signature, effects: Effects) -> str:
 
 
 _CONSTANTS: Final = {"ScalarType": torch.dtype, "Layout": torch.layout, "MemoryFormat": torch.memory_format}
-"""By the type of a parameter, the class of its values. Torch would take any number instead, too, and read beyond its
-tables."""
+"""The class of a parameter's values, by the parameter's type. Torch would accept any number in their place, and read
+beyond its tables."""
 
 
 class _Refused(Exception):
-    """The operator does not accept such operands; the text says why."""
+    """The operator does not accept these operands; the text says why."""
 
 
 _Outputs: TypeAlias = "list[Geometry | None]"
 
 
 def _on_meta(op: Operator, inputs: Sequence[Geometry], args: Mapping[str, Arg]) -> _Outputs | None:
-    """Each output that the operator returns, as its fake says; None where there is none."""
+    """The geometry of each output that the operator returns, by its fake; None if the fake cannot compute it."""
     here = {name: arg for name, arg in args.items() if name != "device"}
     call = call_of(op.type, here, op.operands, len(inputs), op.results)
     tensors = [_tensor(g) for g in inputs]
@@ -258,11 +258,11 @@ def _on_meta(op: Operator, inputs: Sequence[Geometry], args: Mapping[str, Arg]) 
         with torch.no_grad():
             returned = rule_of(op.type)(*positional, **keywords)
     except (NotImplementedError, ArithmeticError, AssertionError, AttributeError):
-        # No kernel, one that fails on odd sizes, or one for fake tensors alone.
+        # The meta kernel is missing, fails on odd sizes, or is for fake tensors alone.
         return None
     except Refused as e:
         raise _Refused(str(e)) from None
-    except Exception as e:  # those in Python look element types up in tables, for one
+    except Exception as e:  # for one, rules in Python look element types up in tables
         text = str(e).strip().partition("\n")[0] or type(e).__name__
         if "meta" in text.lower():  # the value of a tensor is needed, and a meta tensor has none
             return None
@@ -285,7 +285,7 @@ def _tensor(g: Geometry) -> torch.Tensor:
 
 
 def _geometry(tensor: torch.Tensor) -> Geometry | None:
-    """Of a result, as a blob declares it: without the bits that say that it shows conjugates or negatives."""
+    """The geometry of a result as a blob declares it: without the bits for conjugates and negatives."""
     if tensor.layout is not torch.strided or not has_symbol(tensor.dtype):
         return None
     return geometry_of(tensor)._replace(conj=False, neg=False)

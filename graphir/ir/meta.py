@@ -34,8 +34,8 @@ def fresh_fake_mode() -> FakeTensorMode:
 
 @contextlib.contextmanager
 def errors_not_logged() -> Iterator[None]:
-    """Keep torch from logging a traceback of an error on fake tensors that is raised as another one, or expected."""
-    logging.getLogger("torch._subclasses.fake_tensor").addFilter(_QUIET)  # which it has once, however often it is added
+    """Keep torch from logging errors on fake tensors that are expected, or raised again as other errors."""
+    logging.getLogger("torch._subclasses.fake_tensor").addFilter(_QUIET)  # a logger keeps a filter once
     depth = _QUIET.depth
     try:
         _QUIET.depth = depth + 1
@@ -45,7 +45,7 @@ def errors_not_logged() -> Iterator[None]:
 
 
 class _Quiet(threading.local, logging.Filter):
-    """Drops what threads within :func:`errors_not_logged` log. Disabling the logger would silence all threads."""
+    """Drops the records of threads within :func:`errors_not_logged`. A disabled logger would silence all threads."""
 
     depth = 0
 
@@ -58,10 +58,9 @@ _QUIET: Final = _Quiet()
 
 @cache
 def _made_without_stack() -> Callable[[FakeTensorMode], None]:
-    """A function that makes a mode as its class does, but does not read the stack.
+    """A copy of the mode's ``__init__`` that does not read the stack.
 
-    The class keeps the stack of its caller, for an error of torch's own; reading that takes longer than everything
-    else.
+    Torch's own keeps the stack of its caller for an error message. Reading the stack takes longer than all the rest.
     """
     make: Any = FakeTensorMode.__init__
     none = SimpleNamespace(extract_stack=list, format_stack=list)
@@ -72,10 +71,10 @@ def _made_without_stack() -> Callable[[FakeTensorMode], None]:
 
 @cache
 def rule_of(type: str) -> Callable[..., Any]:
-    """What tells the results of an operator on tensors without data: the rule in its record, or torch's own.
+    """The function that gives an operator's results on tensors without data: the rule in its record, or torch's own.
 
-    Where an operand is contiguous and also has its channels last, the kernels of some types take it for the one, and
-    torch's rules for the other. A convolution behind chooses its layout by the strides of the result.
+    An operand may be contiguous and channels-last at once. The kernels of some types take it for one of the two, and
+    torch's rules for the other. A convolution that reads the result chooses its layout by the result's strides.
     """
     known = operator_type(type)
     if known.fake is not None:

@@ -9,9 +9,9 @@
     (nothing)            the model itself, and all inside it
     !h.2                 beside other patterns: what they name, but not h.2 and what is inside it
 
-Of several patterns that name one module the closest one holds: a path as it stands goes before ``[2:4]``, that before
-``*``, that before ``**``, and the model itself comes last. Of two of one kind the one with more names that are written
-out holds: ``h.2.attn`` before ``h.2``. Two that are equally close and say different things are refused.
+If several patterns name one module, the closest one holds. From the closest to the loosest: a plain path, ``[2:4]``,
+``*``, ``**``, the model itself. Of two patterns of one kind, the one with more written-out names holds: ``h.2.attn``
+before ``h.2``. Two equally close patterns that say different things are refused.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _NO_END: Final = 10**9
 
 
 def lineage(path: str) -> list[str]:
-    """The modules that a module is in, the outermost first, and itself; nothing for the model."""
+    """The modules that contain a module, the outermost first, and the module itself; nothing for the model."""
     parts = path.split(".") if path else []
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 class ModulePattern:
-    """A pattern, read once. Matching takes time in proportion to its length times that of a path, squared.
+    """A pattern, read once. Matching takes time in proportion to the pattern's length and the square of the path's.
 
     Args:
         text: see above.
 
     Raises:
-        PassError: it is not a pattern.
+        PassError: *text* is not a pattern.
     """
 
     def __init__(self, text: str) -> None:
@@ -59,14 +59,14 @@ class ModulePattern:
 
     @property
     def closeness(self) -> tuple[int, int]:
-        """What patterns are ordered by that name one module; of the one that holds it is the largest."""
+        """The sort key of patterns that name one module: the pattern with the largest key holds."""
         parts = [part for part in self.text.replace("[", ".[").split(".") if part]
         literal = [part for part in parts if not set(part) & set("*[]")]
         loosest = next((i for i, mark in enumerate(("**", "*", "["), start=1) if mark in self.text), 4)
         return loosest if self.text else 0, len(literal)
 
     def _step(self, token: re.Match[str]) -> Callable[[str, int], Iterable[int]]:
-        """What leads from a position in a path to those at which this part of the pattern may end."""
+        """A function from a position in a path to the positions at which this part of the pattern may end."""
         if token["any"] == "**.":
             return _any_parents
         if token["any"]:
@@ -96,11 +96,11 @@ class ModulePattern:
         )
 
     def covers(self, path: str) -> bool:
-        """Whether *path* is a module that the pattern names, or is inside of such a one."""
+        """Whether the pattern names the module *path*, or a module that contains it."""
         return any(map(self.matches, ["", *lineage(path)]))
 
     def matches(self, path: str) -> bool:
-        """Whether *path* is a module that the pattern names; what is inside of such a one does not match by itself."""
+        """Whether the pattern names the module *path* itself, not only a module that contains it."""
         reached = {0}
         for step in self._steps:
             reached = {end for start in reached for end in step(path, start)}

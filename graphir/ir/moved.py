@@ -1,8 +1,8 @@
 """The numbers of an optimizer's parameter group that move from step to step, as torch's schedulers move them.
 
-The learning rate is a blob always, and so are the betas. Momentum and weight decay are blobs where they are not 0 at
-capture: torch does other operations where they are 0, and keeps no momentum buffer. The operators that update
-parameters take a blob as the operand ``<name>_now``, in the place of the argument ``<name>``.
+The learning rate and the betas are always blobs. Momentum and weight decay are blobs if they are not 0 at capture: at
+0, torch does other operations and keeps no momentum buffer. The operators that update parameters take a blob as the
+operand ``<name>_now``, in the place of the argument ``<name>``.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ OPTION_OF: Final[Mapping[str, tuple[str, int | None]]] = {
     "momentum": ("momentum", None),
     "weight_decay": ("weight_decay", None),
 }
-"""For each number the option of ``optimizer.param_groups`` that has it, and its place there where that is a pair."""
+"""For each number, the option of ``optimizer.param_groups`` that holds it, and its place in the option if a pair."""
 
 MOVED: Final = tuple([name for name in OPTION_OF if name != "lr"])
 """The numbers beside the learning rate."""
 
 NOW: Final = "_now"
-"""What the name of an operand ends with that has one of these numbers."""
+"""The suffix of operands that hold one of these numbers."""
 
 
 def moved(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers beside the learning rate among the *options* of a group, by name; pairs that are none are left
-    out."""
+    """The numbers beside the learning rate among the *options* of a group, by name. Options that should be pairs and
+    are not are left out."""
     found: dict[str, Any] = {}
     for name in MOVED:
         option, place = OPTION_OF[name]

@@ -1,7 +1,7 @@
 """What the name of a blob says: of whose replica and of which micro-batch it is, and which device it is a copy for.
 
 ``gpu_0/conv1`` is the blob ``conv1`` of the replica whose prefix is ``gpu_0/``; ``gpu_0/conv1_gpu_1`` is its copy on
-``gpu:1``; ``gpu_0/micro_2/conv1`` is that of the third micro-batch. A captured program has no replica's prefix. No
+``gpu:1``; ``gpu_0/micro_2/conv1`` is ``conv1`` of the third micro-batch. A captured program has no replica's prefix. No
 other module reads or writes prefixes.
 """
 
@@ -102,7 +102,7 @@ class Names:
 
     def take(self, base: str, avoid: frozenset[str] = frozenset()) -> str:
         """A name that nobody has taken and that is not one of *avoid*."""
-        if prefix_of(base):  # it would read as a replica's
+        if prefix_of(base):  # the name would read as a replica's
             base = base.replace("/", "_", 1)
         name, n = base, self._last.get(base, 0)
         while name in self._taken or name in avoid:

@@ -41,9 +41,9 @@ _ARGS: Final = itemgetter(Operator._fields.index("args"))
 class Net:
     """An ordered list of operators over named blobs.
 
-    A name may have several *versions*: version k is the k-th value that it takes, counted from 0; what is external
-    has version 0 before the first operator. Operators say which versions they read and make; ``verify`` compares that
-    with the order of the operators.
+    A name may have several *versions*: version k is the k-th value of the name, counted from 0. External inputs have
+    version 0 before the first operator. Operators say which versions they read and make; ``verify`` compares the
+    versions with the order of the operators.
 
     Attributes:
         name: of the net, without a prefix.
@@ -53,7 +53,7 @@ class Net:
         external_outputs: blobs whose last value is handed back: losses, outputs, and gradients without an optimizer.
         gradients: each activation's gradient blob. One gradient may serve several activations.
         dialect: what its operators and names mean: torch's, or Caffe2's.
-        proto: what a net from Caffe2 says beside this, as the text of a ``NetDef``. It is kept to be written back.
+        proto: the other fields of a net from Caffe2, as the text of a ``NetDef``, kept to be written back.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Net:
 
     @cached_property
     def touches(self) -> Touches:
-        """Which operator touches which blob, as columns."""
+        """Which operator touches which blob, as arrays."""
         return Touches(self.ops, self.blobs)
 
     @cached_property
@@ -114,14 +114,14 @@ class Net:
 
     @property
     def results(self) -> tuple[str, ...]:
-        """The names of the blobs that are handed back, or stay in the workspace for who comes next."""
+        """The names of the blobs that are handed back, or stay in the workspace for the next net."""
         return self.unread if self.dialect.workspace and not self.external_outputs else self.external_outputs
 
     def blob(self, name: str) -> Blob:
         """The blob called *name*.
 
         Raises:
-            GraphirError: there is none; the nearest names are given.
+            GraphirError: there is none; the error gives the nearest names.
         """
         try:
             return self.blobs[name]
@@ -130,7 +130,7 @@ class Net:
             raise GraphirError(what, fix="net.blobs has them all") from None
 
     def producer(self, blob: str, before: int | None = None) -> Operator | None:
-        """The last operator that writes *blob*, or the last one before position *before*; None where it is external.
+        """The last operator that writes *blob*, or the last one before position *before*; None if no operator does.
 
         Raises:
             GraphirError: there is no such blob.
@@ -179,7 +179,7 @@ class Net:
         return graph
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its fields; what was found out about them is found out again."""
+        """The fields alone: cached properties are computed again."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __hash__(self) -> int:
@@ -195,13 +195,13 @@ class Net:
 
 
 def _frozen_args(ops: tuple[Operator, ...]) -> tuple[Operator, ...]:
-    """Operators whose arguments are read-only. Here, not where an operator is made: most operators of a pass have the
-    arguments of an operator before, and each would be looked at again."""
+    """The operators, with read-only arguments. A net freezes them, not the operator when it is made: most operators of
+    a pass share the arguments of an earlier operator, and each would be looked at again."""
     try:
         if set(map(type, map(_ARGS, ops))) <= {FrozenDict}:
             return ops
         return tuple([op if op[3].__class__ is FrozenDict else _frozen(op) for op in ops])
-    except (TypeError, IndexError):  # no operators: verify says so
+    except (TypeError, IndexError):  # these are not operators: verify says so
         return ops
 
 
@@ -213,7 +213,7 @@ def replaced(value: T, changes: Mapping[str, Any]) -> T:
     """*value* with some attributes replaced.
 
     Raises:
-        GraphirError: it has no such attribute.
+        GraphirError: *value* has no such attribute.
     """
     known = [field.name for field in fields(value)]
     for name in changes:

@@ -1,4 +1,4 @@
-"""Operators: what reads and writes blobs."""
+"""Operators, which read and write blobs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ Arg: TypeAlias = "int | float | bool | str | Polynomial | Symbol | tuple[Arg, ..
 
 
 Pairs: TypeAlias = tuple[tuple[NonNegativeInt, NonNegativeInt], ...]
-"""Positions of outputs, and of the inputs that they overwrite or show."""
+"""Pairs of positions: an output, and the input that the output overwrites or shows."""
 
 
 class Effects(NamedTuple):
@@ -124,20 +124,21 @@ class Operator(NamedTuple):
         effects: aliases, mutations, randomness.
         input_versions: which version of each input is read; None: the first (0) of each.
         output_versions: which version of each output this makes; None: the first (0) of each.
-        proto: of an operator from a Caffe2 net, what it says beside this, as the text of an ``OperatorDef``; only the
-            net's dialect reads it.
+        proto: the other fields of an operator from a Caffe2 net, as the text of an ``OperatorDef``. Only the net's
+            dialect reads them.
         of: the blob of another operator that this one runs beside; empty where it has none. An operator that computes
             gradients names a result of the forward operator whose gradients these are. One that adds gradients up names
             the blob whose gradient the sum is. One that a checkpoint runs again names the result that it repeats.
             ``of`` says nothing about what is computed.
         issue: of a ``Copy``, when :func:`~graphir.passes.emit` issues it. ``placed``: alone, where it stands in the
-            program, or earlier if ``ahead`` says so. ``due``: alone, where it stands and no earlier, once all that such
-            copies brought and that left again before has been freed. Empty: small copies are gathered until their first
-            reader is near.
+            program, or earlier if ``ahead`` says so. ``due``: alone, where it stands and no earlier; storages that
+            earlier ``due`` copies brought and that have left again are freed first. Empty: small copies are gathered
+            until their first reader is near.
         received: of a ``Copy``, which memory it fills. ``fresh``: memory taken in each step and given back when the
             storage is freed. Empty: ``emit`` may give it a receive buffer, which is held from step to step.
         source: the line of a user's code that called it, or whose gradient it computes, such as ``models/net.py:42``.
-            It says nothing about what is computed: operators that differ in it alone are equal, and texts leave it out.
+            The line says nothing about what is computed: operators that differ only in ``source`` are equal, and texts
+            leave it out.
     """
 
     type: str
@@ -160,8 +161,8 @@ class Operator(NamedTuple):
     received: Received = ""
     source: str = ""
 
-    # The line is for people, as a location is in MLIR: a net read from its text, which has none, is the same net.
-    # An argument NaN equals a NaN, so that an operator equals the one that is read from its text or file.
+    # ``source`` is for people, as a location is in MLIR, and texts have none: a net equals the net read from its text.
+    # An argument NaN equals a NaN, so that an operator equals the operator read from its text or file.
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Operator):
@@ -179,12 +180,12 @@ class Operator(NamedTuple):
         return all(_without_nan(arg) == _without_nan(theirs[name]) for name, arg in ours.items())
 
     def on(self, device: Device, by: str) -> Operator:
-        """This operator moved to *device* by a pass: ``_replace`` at half its cost, as passes over large nets need."""
+        """This operator moved to *device* by a pass, at half the cost of ``_replace``, for passes over large nets."""
         return Operator._make(self[:4] + (device, self[5], self[6], by) + self[8:])  # noqa: RUF005  # half as long
 
     @property
     def kind(self) -> OperatorKind:
-        """``copy`` for a ``Copy``, ``reduce`` for an ``AllReduce``; empty where the operands are on one device."""
+        """``copy`` for a ``Copy``, ``reduce`` for an ``AllReduce``; empty for all other types."""
         return _KINDS.get(self.type, "")
 
     @property
@@ -220,8 +221,8 @@ def stored_versions(versions: Sequence[int]) -> tuple[int, ...] | None:
 
 
 Group: TypeAlias = "int | list[int | None] | None"
-"""What a pattern has at one place: the position of a tensor, a list of them, or nothing. In a list, too, one may be
-absent."""
+"""One place of a pattern: the position of a tensor, a list of positions, or None. None stands for an absent tensor, in
+a list too."""
 
 
 def groups(pattern: str | None, count: int) -> list[Group]:
@@ -253,11 +254,11 @@ def groups(pattern: str | None, count: int) -> list[Group]:
 
 
 def flattened(operands: Iterable[_T | Sequence[_T | None] | None], one: type[_T]) -> tuple[list[_T], str]:
-    """The operands in a row, and the pattern by which they fill parameters: the other way round than :func:`groups`.
+    """The operands in a row, and the pattern by which they fill parameters: the inverse of :func:`groups`.
 
     Args:
-        operands: for each parameter what fills it, a list of that, or None.
-        one: the type of what fills a parameter.
+        operands: for each parameter one operand, a list of operands, or None.
+        one: the type of an operand.
     """
     flat: list[_T] = []
     pattern = ""
@@ -280,7 +281,7 @@ def positions(group: Group) -> list[int]:
 
 
 def participants(op: Operator) -> Sequence[int]:
-    """Of each result of a collective, which participant gets it: those that want none may be left out (``[t_]``)."""
+    """For each result of a collective, the participant that gets it. Some participants may get none (``[t_]``)."""
     if op.results is None or "_" not in op.results:
         return range(len(op.outputs))
     for group in groups(op.results, len(op.outputs)):
@@ -297,7 +298,7 @@ def map_arg(arg: Any, of: Callable[[Any], Any], together: Callable[[list[Any]], 
         of: called with each scalar, depth first. A size is a scalar.
         together: what a list becomes, from what its items became.
     """
-    if arg.__class__ is tuple:  # not so of a polynomial, whose class is its own
+    if arg.__class__ is tuple:  # False for a polynomial, a subclass of tuple
         return together([map_arg(item, of, together) for item in arg])
     return of(arg)
 

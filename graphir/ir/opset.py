@@ -79,7 +79,7 @@ class Signature(NamedTuple):
     Attributes:
         params: all of its parameters.
         results: what it returns.
-        tensors: the parameters that take tensors, in order: what an operator's ``operands`` pattern runs over.
+        tensors: the parameters that take tensors, in order. An operator's ``operands`` pattern runs over them.
     """
 
     params: tuple[Param, ...]
@@ -109,9 +109,8 @@ def overload(type: str) -> torch._ops.OpOverload:
     """The torch operator of a type such as ``aten.addmm.default``.
 
     Raises:
-        GraphirError: the type is not of an allowed namespace and nobody has registered it, this torch does not have it,
-            it does something else than compute tensors from tensors, or torch decides only when it runs what it
-            consists of.
+        GraphirError: the type's namespace is not allowed and nobody has registered the type; this torch does not have
+            it; it does more than compute tensors from tensors; or it is composite, see :func:`is_composite`.
     """
     namespace, _, rest = type.partition(".")
     name, _, variant = rest.partition(".")
@@ -146,10 +145,10 @@ _has_kernel: Final = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
 def is_composite(overload: torch._ops.OpOverload) -> bool:
-    """Whether torch makes an operator of others, and has no kernel for it.
+    """Whether torch composes an operator of others, and has no kernel for it.
 
-    What it consists of depends on layouts: ``contiguous`` makes a copy or nothing at all, ``reshape`` a copy or a view,
-    and neither a schema nor a program could say which. So a program holds the operators that it consisted of.
+    Layouts decide which others: ``contiguous`` makes a copy or nothing at all, ``reshape`` a copy or a view. Neither a
+    schema nor a program could say which. So a program holds the operators that were called instead.
     """
     name = overload.name()
     if not _has_kernel(name, "CompositeImplicitAutograd") or operator_type(type_of(overload)).composite:
@@ -202,7 +201,7 @@ def effects_of(
     """The effects of an operator of *type* with these arguments, operand pattern and numbers of inputs and outputs.
 
     Operands that are overwritten but not returned are the outputs beyond the ``results`` pattern, in the order of the
-    parameters; so *outputs* may be given without them.
+    parameters. *outputs* may leave them out.
     """
     sig = signature(type)
     written: dict[int, None] = {}
@@ -222,7 +221,7 @@ def effects_of(
     for result, group in zip(sig.results, returned, strict=False):
         produced = positions(group)
         count += len(produced)
-        # The alias set of a returned list ("Tensor(a)[]") is not exposed: it is that of the one aliased operand.
+        # Torch does not expose the alias set of a returned list ("Tensor(a)[]"): the one aliased operand has it too.
         sources = (
             by_alias.get(result.alias, [])
             if not result.many
@@ -243,8 +242,8 @@ def effects_of(
 
 
 def geometry_operands(type: str, args: Mapping[str, Arg], operands: str | None, inputs: int) -> frozenset[int]:
-    """The positions of the operands of which an operator of *type* takes the geometry and not the value: it overwrites
-    all of them, or makes new memory like them."""
+    """The positions of the operands whose geometry an operator of *type* takes, and not their value: the operator
+    overwrites all of them, or makes new memory like them."""
     of = operator_type(type).geometry_only
     if of is None:
         return frozenset()

@@ -1,12 +1,12 @@
-"""Parts: a value that no blob holds by itself.
+"""Parts: a value that several blobs hold together.
 
 ::
 
     emb.weight : f32[10,4]   dim 0:   gpu_0/emb.rows_0.weight : f32[5,4] @gpu:0
                                       gpu_1/emb.rows_1.weight : f32[5,4] @gpu:1
 
-Callers give and get the whole value under its own name; each part is loaded from its place in that, and the parts are
-joined again.
+Callers give and get the whole value under its own name. Each part is loaded from its place in the whole value, and the
+parts are joined again.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["Parts", "starts", "whole_shape"]
 
 
 class Parts(NamedTuple):
-    """Where a value is that no blob holds by itself.
+    """The blobs that together hold a value.
 
     Attributes:
-        dim: the dimension along which the blobs, in their order, make up the value; None: each holds all of it, as each
-            part of a table has the optimizer's count of steps.
+        dim: the dimension along which the blobs, in their order, make up the value. None: each blob holds the whole
+            value, such as the optimizer's count of steps for each part of a table.
         blobs: without prefix.
     """
 

@@ -13,7 +13,7 @@ __all__ = ["blob_devices", "first_device", "is_host_scalar", "required_devices",
 
 
 def same_memory(a: Device, b: Device) -> bool:
-    """Whether what is on one device is on the other. The host is one memory, whatever number a device of it has."""
+    """Whether two devices share one memory. All devices of the host do."""
     return a == b or (a.is_host and b.is_host)
 
 
@@ -25,13 +25,13 @@ def is_host_scalar(blob: Blob) -> bool:
 def required_devices(op: Operator, blobs: Mapping[str, Blob], dialect: Dialect) -> tuple[list[Device], list[Device]]:
     """The device on which *op* needs each of its inputs and outputs.
 
-    An operator needs them on its own device, except that a ``Copy`` reads from anywhere, that participant i of a
-    collective stays where its input lives, that torch's operators leave host scalars on the host, and that some of
-    Caffe2's keep operands on the host.
+    An operator needs its operands on its own device. Exceptions: a ``Copy`` reads from anywhere, participant i of a
+    collective stays where its input lives, torch's operators leave host scalars on the host, and some of Caffe2's
+    operators keep operands on the host.
 
     Args:
         op: the operator.
-        blobs: where its operands are.
+        blobs: its operands, by name.
         dialect: of the net.
     """
     device = op.device
@@ -56,7 +56,7 @@ def required_devices(op: Operator, blobs: Mapping[str, Blob], dialect: Dialect) 
 
 
 def _with_host(devices: list[Device], positions: tuple[int, ...] | None, host: Device) -> list[Device]:
-    """*devices* with the host at those of these positions that there are; None: at all positions."""
+    """*devices* with the host at the given positions; None: at all. Positions past the end are ignored."""
     return [host if positions is None or i in positions else device for i, device in enumerate(devices)]
 
 
@@ -73,8 +73,8 @@ def blob_devices(
         ops: the operators, in program order.
         known: blobs that live somewhere already.
         dialect: of the net.
-        external_inputs: blobs that have a value before the first operator; those not *known* are on *default*.
-        default: a device.
+        external_inputs: blobs that have a value before the first operator.
+        default: the device of external inputs that are not *known*.
     """
     found = dict(known)
     for name in external_inputs:
@@ -96,7 +96,7 @@ def first_device(op: Operator, position: int, blobs: Mapping[str, Blob], dialect
 
 
 def _elsewhere(op: Operator, position: int, found: Mapping[str, Device], dialect: Dialect) -> Device:
-    """The same for types in ``dialect.elsewhere``."""
+    """Where the output at *position* lives, for a type in ``dialect.elsewhere``."""
     if op.type in dialect.stays:
         position = participants(op)[position]
         return found.get(op.inputs[position], op.device) if position < len(op.inputs) else op.device

@@ -1,7 +1,7 @@
 """Plans: the contract between the passes, which emit them, and the runtime, which executes them.
 
 A plan is a placed program and a list of instructions. Each instruction belongs to a *lane*: the computation of a
-device, or its incoming or outgoing copies. Lanes run at the same time; what orders them are events::
+device, or its incoming or outgoing copies. Lanes run at the same time; events order them::
 
     gpu:0.compute:  run x = …     record x                       wait x by gpu:1.copy_in   free x
                                         \\                        /
@@ -101,7 +101,7 @@ def issued_on(op: Operator, blobs: Mapping[str, Blob], part: int = 0) -> str:
 
 
 class Event(NamedTuple):
-    """A version of a blob has been dealt with (made or read) by a lane. Printed ``gpu_0/fc1 by gpu:1.copy_in``.
+    """A lane has made or read a version of a blob. Printed ``gpu_0/fc1 by gpu:1.copy_in``.
 
     A lane may record an event again later; a wait is for the last record before it in the plan's order.
     """
@@ -132,8 +132,7 @@ class Instruction(NamedTuple):
     storage: str = ""
 
     def makes(self, outputs: tuple[T, ...]) -> tuple[T, ...]:
-        """Those of its operator's *outputs* that this instruction makes: one if it is a part of a collective, else
-        all."""
+        """The operator's *outputs* that this instruction makes: one for a part of a collective, else all."""
         return outputs[self.part : self.part + 1] if self.kind == "collective" else outputs
 
 
@@ -145,13 +144,13 @@ class Plan:
         program: without state and module.
         dims: the value of each dimension that predicted bytes and seconds refer to. The instructions hold for every
             value.
-        instructions: the total order. It may be another one than that of ``step.ops``, as long as every operator comes
-            after those whose values it reads or overwrites.
-        values: what a step makes of each external output and of each state blob that it changes, as emit found it: see
-            :func:`graphir.analysis.values.value_numbers`. Empty in files of an earlier graphir.
+        instructions: the total order. It may differ from the order of ``step.ops``, as long as every operator comes
+            after the operators whose values it reads or overwrites.
+        values: the value number of each external output and of each state blob that the step changes, as emit found
+            it: see :func:`graphir.analysis.values.value_numbers`. Empty in files of an earlier graphir.
         buffers: for storages that a copy makes and the step frees, the number of a receive buffer on their device. An
-            executor may allocate the buffer once, as large as the largest of its storages takes: each of them is freed
-            before the next one is made, and events order the instructions that do this.
+            executor may allocate the buffer once, as large as its largest storage: each storage is freed before the
+            next one is made, and events order the free before the copy.
     """
 
     program: Program
@@ -229,5 +228,5 @@ def program_of(subject: Program | Plan) -> Program:
 
 
 def sizes_of(subject: Program | Plan) -> dict[str, int]:
-    """The value of each dimension: as captured, or as a plan was emitted for."""
+    """The value of each dimension: the captured one, or for a plan the one that it was emitted for."""
     return {**program_of(subject).dims, **subject.dims}

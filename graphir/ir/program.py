@@ -30,7 +30,7 @@ __all__ = ["REDUCTIONS", "Interface", "Note", "ParamGroup", "Program", "Reductio
 
 
 def _number(given: object) -> object:
-    """A float of which JSON has no number stands in files as ``{"float": "inf"}``."""
+    """A scalar as read from a file, where ``{"float": "inf"}`` stands for a float that JSON cannot write."""
     if isinstance(given, dict) and len(given) == 1 and given.get("float") in ("inf", "-inf", "nan"):
         return math.nan if given["float"] == "nan" else float(given["float"])
     return given
@@ -52,7 +52,7 @@ class Slot(NamedTuple):
         blob: the tensor's blob, without prefix; None where the leaf is not a tensor.
         batch_dim: the dimension along which an argument is split over the replicas, and a result gathered from them;
             None: an argument is passed whole to each, and the first replica's result is taken.
-        value: the leaf itself where it is not a tensor. A step must be called with an equal one, and returns it.
+        value: the leaf itself where it is not a tensor. An argument must equal this leaf; a result returns it.
     """
 
     blob: str | None
@@ -67,8 +67,8 @@ class ParamGroup(NamedTuple):
         lr: the blob that holds its learning rate (``f64[] @cpu:0``, no prefix).
         params: the parameters' blobs, without prefix, in the optimizer's order.
         options: the group's other entries, as in ``optimizer.param_groups``, and ``lr`` as it was when captured.
-        numbers: the blobs, like that of ``lr``, that hold the other numbers that a scheduler may move: ``momentum``,
-            ``weight_decay``, ``beta1`` and ``beta2``, see :mod:`.moved`. Those that are not here stay as captured.
+        numbers: the blobs, like the blob of ``lr``, of the other numbers that a scheduler may move: ``momentum``,
+            ``weight_decay``, ``beta1`` and ``beta2``, see :mod:`.moved`. A number that is not here stays as captured.
     """
 
     lr: str
@@ -98,16 +98,16 @@ class Interface:
         optimizer_state: for each parameter, its optimizer state's blobs by the optimizer's own names
             (``{"fc1.weight": {"momentum_buffer": "fc1.weight.momentum_buffer"}}``).
         param_groups: see :class:`ParamGroup`.
-        one_replica: the step could be recorded at one batch only, so that nobody knows along which dimensions the
-            results of several replicas would be gathered.
+        one_replica: the step could be recorded at one batch only, so that the dimensions along which the results of
+            several replicas would be gathered are unknown.
         gradients: each parameter whose gradient a training step without optimizer hands back, and the gradient's blob.
-        placed: the prefixes of the replicas that have a blob named here, where not every replica does. Such an input is
-            passed whole, and such an output is handed back as it is.
-        parts: for each name of module state, optimizer state, parameters or gradients here that is no blob's, the blobs
-            that hold its value. Callers give and get the whole value under that name.
-        differentiable: of a step whose backward starts from given gradients, the positions among the leaves of the
-            model's outputs of those that have one. The last positional argument is the tuple of these gradients, and
-            the result is a pair: the outputs, and a dict of the gradients of inputs.
+        placed: for each blob here that not every replica has, the prefixes of the replicas that have it. A placed input
+            is passed whole, and a placed output is handed back as it is.
+        parts: names of module state, optimizer state, parameters or gradients here whose value several blobs hold, and
+            those blobs. Callers give and get the whole value under its name.
+        differentiable: for a step whose backward starts from given gradients, the leaves of the model's outputs that
+            have a gradient, by position. The last positional argument is the tuple of these gradients, and the result
+            is a pair: the outputs, and a dict of the gradients of inputs.
     """
 
     arguments: str = ""
@@ -130,7 +130,7 @@ class Interface:
         freeze(self, **dict.fromkeys(mappings, frozen_all))
 
     def blobs_of(self, name: str) -> tuple[str, ...]:
-        """The blobs, without prefix, that hold what has a name here: the one so called, or its parts."""
+        """The blobs, without prefix, that hold the value of a name: the blob of that name, or its parts."""
         found = self.parts.get(name)
         return (name,) if found is None else found.blobs
 
@@ -138,20 +138,20 @@ class Interface:
         """Each blob of the optimizer's state, and the blob of the parameter that it belongs to."""
         for param, own in self.optimizer_state.items():
             for name in own.values():
-                yield from zip(self.blobs_of(name), self.blobs_of(param), strict=False)  # verify compares how many
+                yield from zip(self.blobs_of(name), self.blobs_of(param), strict=False)  # verify compares their numbers
 
 
 class Witness(Protocol):
     """Records the step of a captured module once more, with other sizes of its dimensions.
 
-    These are the dimensions of one replica, without prefix.
+    The dimensions are those of one replica, without prefix.
     """
 
     def __call__(self, dims: Dims, /) -> None:
-        """Raise a CoverageError where it is not the step of the program."""
+        """Raise a CoverageError if the step at *dims* is not the program's."""
 
     def recorded(self, dims: Dims, /) -> Program:
-        """The step there, as a program of these sizes; raises a CoverageError where it can't be recorded."""
+        """The step at *dims*, as a program of these sizes; raises a CoverageError if it can't be recorded."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -160,7 +160,7 @@ class Program:
 
     Attributes:
         name: of the program.
-        init: fills every blob that lives from step to step; a captured program's loads each one from ``state``.
+        init: fills every blob that lives from step to step; a captured program's init loads each from ``state``.
         step: one training or inference step.
         dims: the captured value of each dimension that sizes follow. A captured program has ``batch``; a replicated
             one has ``gpu_0/batch``, ``gpu_1/batch``, ….
@@ -168,17 +168,17 @@ class Program:
         replicas: the prefix of each replica, by position; ``("",)`` as captured.
         interface: how arguments and results map to blobs.
         history: the text of each pass that was run, in order. It is for people and decides nothing.
-        ahead: how many operators of its destination before its first reader each copy is issued, unless ``emit`` is
-            given another number; None: as many as ``emit`` has by default.
+        ahead: how far before its first reader each copy is issued, as a number of operators of its destination, unless
+            ``emit`` is given another number; None: the default of ``emit``.
         reduction: how the gradients of replicas are put together: ``mean``, where each replica counts by its share of
-            the batch, or ``sum``. The operators that reduce gradients say so themselves; passes that add reductions go
-            by this where there are none yet.
+            the batch, or ``sum``. Operators that reduce gradients hold the reduction themselves; a pass that adds
+            reductions goes by this field if there are none yet.
         caveats: what the capture of a program for CUDA could not know of the device, such as the kernels that it
             chooses, a text each; empty for a program that was recorded for the host.
         shares: of the batch, by replica: whole numbers without a common divisor, whose ratio is that of the rows. Empty
             where all are equal.
-        notes: what others want to keep with the program, by name: values as JSON has them. They decide nothing. Files
-            keep them, texts leave them out. Not part of equality.
+        notes: values that somebody keeps with the program, by name, as JSON has them. Notes decide nothing. Files keep
+            notes, texts leave them out. Not part of equality.
         state: the module's and the optimizer's own (unprefixed) names, and ``step``, to tensors; empty where the
             model was captured on the meta device. Not part of equality.
         module: the captured module. Not saved, pickled or copied, not part of equality.
@@ -223,8 +223,8 @@ class Program:
         return tuple(sorted(found, key=Device.order))
 
     def blob_of(self, name: str, replica: int = 0) -> str:
-        """The blob that a name of the interface stands for in a replica, or in the first replica that has one where
-        this one has none."""
+        """The blob that a name of the interface stands for in a replica, or in the first replica that has the blob if
+        this replica does not."""
         prefix = self.replicas[replica]
         having = self.interface.placed.get(name)
         return (prefix if having is None or prefix in having else having[0]) + name
@@ -237,16 +237,16 @@ class Program:
     def sharing(self) -> tuple[str, ...]:
         """The prefixes of the replicas that a batch is split over.
 
-        The first ones, as far as they have a batch dimension: all but in the program of a step with fewer rows than
-        replicas (see :func:`graphir.analysis.short_batch.short_batch`). All where sizes are fixed.
+        These are the leading replicas that have a batch dimension. A step with fewer rows than replicas (see
+        :func:`graphir.analysis.short_batch.short_batch`) has replicas without one. All replicas if sizes are fixed.
         """
         return tuple(takewhile(lambda prefix: prefix + BATCH in self.dims, self.replicas)) or self.replicas
 
     def divided(self, rows: int) -> list[int]:
         """The rows of each replica in :attr:`sharing`, by :attr:`shares`; see :func:`.shares.divided`.
 
-        Replicas that are not in ``sharing`` have no rows. Where the shares of all replicas would give such a replica
-        some, those in ``sharing`` divide all rows by their own shares.
+        Replicas that are not in ``sharing`` get no rows. If the shares of all replicas would give them some, the
+        replicas in ``sharing`` divide all rows by their own shares.
         """
         shares, count = self.shares or (1,) * len(self.replicas), len(self.sharing)
         found = divided(rows, shares)[:count]
@@ -259,7 +259,7 @@ class Program:
 
     @cached_property
     def module_paths(self) -> Mapping[str, None]:
-        """The paths of the modules that run in the step or own some of its state, and of those that they are in."""
+        """The paths of the modules that run in the step or own some of its state, and of modules that contain them."""
         named = {op.module for op in self.step.ops}
         named.update(name.rpartition(".")[0] for name in self.interface.module_state)
         return FrozenDict(dict.fromkeys(path for module in sorted(named) for path in lineage(module)))

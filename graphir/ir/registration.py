@@ -1,4 +1,4 @@
-"""A user's own operators: what is asked of one before programs may have it."""
+"""Registration of a user's own operators, and the checks that an operator must pass."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FIX_SCHEMA: Final = "write it as torch does: 'mylib::scale(Tensor x, float by=2
 _FIX_FAKE: Final = "pass as fake= what returns tensors like its results: fake=lambda x, by=2.0: torch.empty_like(x)"
 
 _libraries: Final[list[torch.library.Library]] = []
-"""The libraries that have defined operators and kernels. Torch drops these with their library."""
+"""The libraries that have defined operators and kernels. Torch drops operators and kernels with their library."""
 
 _has_kernel: Final = torch._C._dispatch_has_kernel_for_dispatch_key
 
@@ -47,26 +47,27 @@ def register_operator(
 ) -> OpOverload:
     """Let programs have an operator of your own, in this process: from capture to run, in text and in files.
 
-    Its type is ``mylib.scale.default`` for ``torch.ops.mylib.scale``. What it overwrites and aliases is what its schema
-    says; that it does so, and nothing else, is taken for granted by proofs, which say so. Its gradient is what
-    ``torch.library.register_autograd`` gives it; an operator that the gradient calls is registered as well.
+    The type of ``torch.ops.mylib.scale`` is ``mylib.scale.default``. The schema says what the operator overwrites and
+    aliases. Proofs assume that the operator does just that, and say so. Its gradient is the one that
+    ``torch.library.register_autograd`` gives it. An operator of yours that the gradient calls must be registered too.
 
     Args:
         operator: one that torch has, as ``torch.ops.mylib.scale``, its name, ``"mylib::scale"``, or what
             ``torch.library.custom_op`` returned; or the schema of one that torch is to have from now on,
             ``"mylib::scale(Tensor x, float by=2.0) -> Tensor"``.
-        kernel: computes it, given a schema; a function for any device, or one by kind, ``{"cpu": f, "cuda": g}``. It
-            takes the schema's parameters.
-        fake: returns tensors like the results, of the same shapes, strides and element types, from tensors without
-            data, as ``torch.library.register_fake`` takes it; of an operator that has none yet.
-        flops: the floating-point operations of a call, given a ``SizedOperator``; by default none are
-            counted, and a prediction follows from the bytes that it reads and writes.
-        scratch: the bytes that a call allocates beside operands and results, and has freed when it returns, given the
-            same; None where that is not known, as by default.
-        nondeterministic: why two calls on the same values may give other bits, as certificates say it.
-        only_elements: its kernels read nothing of a storage but the elements of their operands, which have any
-            strides; so where an operand is a part of a storage, no more than that part is brought to another device.
-        example: positional arguments for two calls of the operator now, on the host, to see that it does what it says.
+        kernel: the function that computes an operator that has no kernel yet, for any device, or functions by kind,
+            ``{"cpu": f, "cuda": g}``. They take the schema's parameters.
+        fake: the fake of an operator that has none yet, as ``torch.library.register_fake`` takes it. From tensors
+            without data it returns tensors of the results' shapes, strides and element types.
+        flops: the floating-point operations of a call, given a ``SizedOperator``. By default none are counted, and a
+            prediction follows from the bytes that the call reads and writes.
+        scratch: the workspace of a call, given a ``SizedOperator``: the bytes that it allocates beside operands and
+            results, and has freed when it returns. None if not known, as by default.
+        nondeterministic: why two calls on the same values may give different bits, as certificates say it.
+        only_elements: its kernels read only the elements of their operands, with any strides. So only the part of a
+            storage that an operand shows is copied to another device.
+        example: positional arguments for two calls of the operator now, on the host, which check that it does what its
+            schema and fake say.
 
     Returns:
         The operator, to be called in modules.
@@ -142,7 +143,7 @@ def _defined(
 def _check_options(
     flops: object, scratch: object, nondeterministic: object, only_elements: object, example: object
 ) -> None:
-    """Refuse wrong options now. They would otherwise be noticed only when a prediction or a certificate reads them."""
+    """Refuse wrong options now, not only when a prediction or a certificate reads them."""
     wrong = {
         "flops": (flops, flops is None or callable(flops), "a function of a SizedOperator"),
         "scratch": (scratch, scratch is None or callable(scratch), "a function of a SizedOperator"),
@@ -158,7 +159,7 @@ def _check_options(
 def _existing(
     operator: object, kernel: Kernels | None, fake: Callable[..., Any] | None, libraries: list[torch.library.Library]
 ) -> OpOverload:
-    """An operator that torch has, with what it lacks."""
+    """An operator that torch has, with the kernel and fake that it lacks."""
     found = _found(operator)
     name = found.name()
     _check(found._schema, name)
@@ -187,7 +188,7 @@ def _existing(
 
 
 def _found(operator: object) -> OpOverload:
-    """The operator that is meant.
+    """The operator that *operator* names or is.
 
     Raises:
         GraphirError: there is none, or there are several.
@@ -243,7 +244,7 @@ def _check(schema: Any, name: str) -> None:
 
 def _has_fake(found: OpOverload) -> bool:
     made = custom_ops.OPDEFS.get(found.name())
-    if made is not None:  # torch makes one itself for what returns nothing; else what it registers raises
+    if made is not None:  # torch makes a fake of an operator that returns nothing; all others get one that raises
         return made._abstract_fn is not None or not found._schema.returns
     return _has_kernel(found.name(), "Meta") or _has_kernel(found.name(), "CompositeExplicitAutograd")
 
@@ -262,7 +263,7 @@ def _check_functions(schema: Any, name: str, kernel: Kernels | None, fake: Calla
             raise GraphirError(f"the {what} of {name} is a {type(function).__name__}", fix="pass a function")
         try:
             signature = inspect.signature(function)
-        except (TypeError, ValueError):  # a function of C's
+        except (TypeError, ValueError):  # a function in C without a signature
             continue
         for arguments in (schema.arguments, [a for a in schema.arguments if not a.has_default_value()]):
             try:

@@ -24,7 +24,7 @@ def _splitmix64(state: int) -> int:
 def mix(step: int, replica: int, seed_id: int) -> int:
     """The 64-bit seed of a random operator.
 
-    Every bit depends on all three numbers, the low 32 included: torch's CPU generator uses no others.
+    Every bit depends on all three numbers. The low 32 bits do too: torch's CPU generator uses only those.
 
     Args:
         step: steps done before this one, from 0.

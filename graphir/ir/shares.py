@@ -12,8 +12,8 @@ __all__ = ["divided", "read_shares"]
 
 
 def divided(rows: int, shares: Sequence[int]) -> list[int]:
-    """The rows of each replica, in order: ``ceil(rows * share / sum(shares))`` as long as there are as many, then what
-    is left, then none.
+    """The rows of each replica, in order: ``ceil(rows * share / sum(shares))`` while enough rows are left, then the
+    rest, then none.
 
     Equal shares give ``torch.chunk``'s rule.
 
@@ -29,14 +29,14 @@ def divided(rows: int, shares: Sequence[int]) -> list[int]:
 
 
 def read_shares(given: object, replicas: int) -> tuple[int, ...]:
-    """The smallest whole numbers of the same ratios as the shares that somebody gives; none where all are equal.
+    """The given shares in lowest terms; empty if all are equal.
 
     Args:
         given: a positive whole number for each replica; None: all are equal.
         replicas: how many there are.
 
     Raises:
-        GraphirError: these are no shares, or more or fewer than replicas.
+        GraphirError: these are not shares, or not one for each replica.
     """
     if given is None:
         return ()

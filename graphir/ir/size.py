@@ -45,16 +45,16 @@ Monomial: TypeAlias = tuple[str, ...]
 """A product of dimensions: their names in order, each as often as it is a factor; empty for the constant."""
 
 BATCH: Final = "batch"
-"""The dimension along which a step's arguments are split over replicas; a replica's has its prefix."""
+"""The dimension along which a step's arguments are split over replicas. A replica's own has the replica's prefix."""
 
 LARGEST: Final = 1 << 48
-"""The largest value of a dimension, and the largest number of elements, that is taken for a real one."""
+"""The largest value of a dimension, and the largest number of elements, that counts as possible."""
 
 HIGHEST_DEGREE: Final = 8
-"""How many dimensions may be multiplied."""
+"""The most dimensions in one product."""
 
 LONGEST_TEXT: Final = 4000
-"""How many characters a size or a number is written with; Python itself reads no integers of more than 4300 digits."""
+"""The most characters of a size or a number. Python itself reads no integers of more than 4300 digits."""
 
 _FACTORS: Final = {1: "", -1: "-"}
 _MOST_TERMS: Final = 1024
@@ -95,7 +95,7 @@ def dimension(name: str) -> Polynomial:
 
 
 def bind(size: Size, dims: Dims) -> int:
-    """The number that *size* is under *dims*.
+    """The value of *size* under *dims*.
 
     Raises:
         GraphirError: a dimension has no value.
@@ -161,7 +161,7 @@ def multiply(a: Size, b: Size) -> Size:
     """The product of two sizes.
 
     Raises:
-        GraphirError: it has more terms than any real size.
+        GraphirError: the product has more terms than any real size.
     """
     if isinstance(a, int) and isinstance(b, int):
         return a * b
@@ -193,7 +193,7 @@ def parse_size(text: str) -> Size:
     """Read what ``str(size)`` prints.
 
     Raises:
-        ParseError: *text* is not a polynomial, or one that no size is.
+        ParseError: *text* is not a polynomial, or one that no size can be.
     """
     if not text:
         raise ParseError("an empty size", fix=_FIX)

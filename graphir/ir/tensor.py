@@ -1,4 +1,4 @@
-"""Torch's tensors: of which classes and layouts they may be, from which size on kernels divide them, and their bits."""
+"""Torch's tensors: the classes and layouts that they may have, the size at which kernels split them, and their bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLAIN: Final = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
 """The classes of tensors whose operators are those that torch dispatches."""
 
 GRAIN_SIZE: Final = 32_768
-"""Elements from which torch gives parts of an elementwise kernel or a copy to other threads, and waits for all of them.
+"""From this number of elements on, torch splits an elementwise kernel or a copy over threads, and waits for them all.
 Source: ``GRAIN_SIZE`` in aten/src/ATen/TensorIterator.h."""
 
 
@@ -27,7 +27,7 @@ def not_dense(tensor: torch.Tensor) -> str:
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor's elements in row-major order, on the host: ``u8[n]``."""
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # one element may have any stride before
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # the stride of one element may be any
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

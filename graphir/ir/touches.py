@@ -1,4 +1,4 @@
-"""Which operator touches which blob, as columns: what sweeps over large nets look up in arrays, not by name.
+"""Which operator touches which blob, as arrays: sweeps over large nets look up numbers, not names.
 
 ::
 
@@ -38,7 +38,7 @@ class Touches:
         storage: by blob, the number of the blob that owns its bytes.
         op, blob, makes: by touch, the operator, the blob, and whether the operator makes or overwrites it.
         stored: by touch, the storage.
-        inputs, begin, end: by operator, how many of its touches are inputs; its first touch, and the one behind its
+        inputs, begin, end: by operator, how many of its touches are inputs; its first touch, and the touch after its
             last one.
     """
 
@@ -56,12 +56,12 @@ class Touches:
         self.makes: Flags = np.arange(len(self.op)) - self.begin[self.op] >= self.inputs[self.op]
 
     def numbered(self, names: Iterable[str], count: int) -> Numbers:
-        """The numbers of so many blobs."""
+        """The numbers of *count* blobs, given their names."""
         return np.fromiter(map(self.number.__getitem__, names), np.int64, count)
 
     @cached_property
     def geometry(self) -> Numbers:
-        """By blob, a number that those of one shape, element type and strides have."""
+        """By blob, the number of its geometry. Blobs of equal shape, element type and strides have the same number."""
         numbers: dict[Hashable, int] = defaultdict(count().__next__)
         geometries = map(attrgetter("shape", "dtype", "strides"), self.blobs.values())
         return np.fromiter(map(numbers.__getitem__, geometries), np.int64, len(self.names))

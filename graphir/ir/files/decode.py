@@ -44,7 +44,7 @@ def value_of(file: AnyFile) -> Net | Program | Plan:
     """What a file holds; a program without its state.
 
     Raises:
-        GraphirError: the file says something that cannot be; ``where`` is the place in the file.
+        GraphirError: the file says something impossible; ``where`` is the place in the file.
     """
     if isinstance(file, NetFile):
         return _net(file.net, "net")
@@ -60,7 +60,7 @@ def value_of(file: AnyFile) -> Net | Program | Plan:
 
 
 def _size(text: SizeText) -> Size:
-    """A size of a blob: of numbers that can be sizes."""
+    """A size of a blob. All its numbers must be possible sizes."""
     if isinstance(text, int):
         if not 0 <= text <= LARGEST:
             raise GraphirError(f"{text} is not the size of anything", fix=_SIZES)
@@ -177,7 +177,7 @@ def _net(record: NetRecord, place: str) -> Net:
             blobs[blob.name] = _blob(blob)
     except GraphirError as e:
         raise _placed(f"{place}.blobs[{len(blobs)}]", e) from None
-    names, known = tuple(blobs), {name: name for name in blobs}  # one object a name, which is found without comparing
+    names, known = tuple(blobs), {name: name for name in blobs}  # one object a name: found by identity
     if len(set(record.external_inputs)) != len(record.external_inputs):
         twice = next(name for name, count in Counter(record.external_inputs).items() if count > 1)
         raise _placed(f"{place}.external_inputs", GraphirError(f"external input {twice!r} is listed twice"))

@@ -1,7 +1,7 @@
-"""Files of nets, programs and plans: JSON, written whole or not at all, and refused where they are not what they say.
+"""Files of nets, programs and plans: JSON, written whole or not at all, and refused if damaged.
 
-Reading builds values and nothing else. A program's tensors stand beside it, as ``<path>.safetensors``. What a file may
-cost is bounded before it is read: its size by :data:`MOST_BYTES`, its nesting by the JSON parser.
+Reading builds values and nothing else. A program's tensors stand beside it, as ``<path>.safetensors``. The cost of
+reading is bounded: :data:`MOST_BYTES` limits the size of a file, the JSON parser its nesting.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MOST_BYTES: Final = 1 << 30
 _CHUNK: Final = 1 << 20
 
 _HEAD: Final = 512
-"""Bytes by which files of tensors are told: the first entry of an archive of torch.save is in them."""
+"""The leading bytes that tell files of tensors. They hold the first entry of an archive of torch.save."""
 
 _FORMATS: Final[Mapping[str, type[AnyFile]]] = {
     "graphir.net": NetFile,
@@ -57,7 +57,7 @@ _FORMATS: Final[Mapping[str, type[AnyFile]]] = {
 }
 
 _PICKLES: Final = tuple([bytes((0x80, protocol)) for protocol in range(2, 6)])
-"""How a pickle begins, which torch.save wrote by itself before there were archives."""
+"""The first bytes of a pickle. torch.save wrote bare pickles before it wrote archives."""
 
 _TEXTS: Final = (b"init net ", b"net ", b"program ", b"plan ")
 """How the text form begins, which :func:`load` does not read."""
@@ -68,12 +68,12 @@ def save(x: Net | Program | Plan, path: str | Path, state: bool = False) -> None
 
     Args:
         x: what is written. A program's module and witness are left out.
-        path: of the file; what stood there is replaced.
+        path: of the file; an existing file is replaced.
         state: of a program: write its tensors too, beside the file as ``<path>.safetensors``.
 
     Raises:
-        GraphirError: *x* is none of these, or *state* is asked for and there is none.
-        FileError: the file cannot be written; one that stood there before is as it was.
+        GraphirError: *x* is none of these, or *state* is asked for and *x* has none.
+        FileError: the file cannot be written; an existing file is unchanged.
     """
     require(x, (Net, Program, Plan), "save")
     path = path_of(path)
@@ -95,10 +95,10 @@ def save(x: Net | Program | Plan, path: str | Path, state: bool = False) -> None
 
 
 def load(path: str | Path) -> Net | Program | Plan:
-    """Read a net, a program or a plan, by what the file says it is.
+    """Read a net, a program or a plan; the file says which.
 
-    A program's tensors, if they were saved, are read as they are first asked for, with the strides of their blobs; that
-    is when damage to their bytes shows, as a FileError.
+    Saved tensors of a program are read when they are first asked for, with the strides of their blobs. Damage to the
+    bytes of a tensor raises a FileError only then.
 
     Raises:
         FileError: the file is missing, too large, damaged, of another kind or of a newer format.
@@ -111,11 +111,11 @@ def load(path: str | Path) -> Net | Program | Plan:
 
 
 def load_stream(stream: BinaryIO, where: str) -> Net | Program | Plan:
-    """Read what :func:`load` reads from a stream; a program without its tensors.
+    """Read a net, a program or a plan from a stream; a program without its tensors.
 
     Args:
         stream: of bytes.
-        where: what errors call it.
+        where: the stream's name in errors.
 
     Raises:
         FileError: as :func:`load`.
@@ -128,7 +128,7 @@ def load_stream(stream: BinaryIO, where: str) -> Net | Program | Plan:
 
 
 def to_json(x: Net | Program | Plan) -> str:
-    """What the file of a net, a program or a plan would hold, indented, without a program's tensors."""
+    """The JSON text of a net, a program or a plan, indented, without a program's tensors."""
     return pydantic_core.to_json(document_of(x), indent=2).decode()
 
 
@@ -176,7 +176,7 @@ def path_of(path: object) -> Path:
     """The path that a caller gave.
 
     Raises:
-        FileError: it is none, or no file can have it.
+        FileError: *path* is not a path, or no file can have it.
     """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
@@ -197,10 +197,10 @@ def _tensors_path(path: Path) -> Path:
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """What a file holds.
+    """The bytes of a file.
 
     Raises:
-        FileError: it cannot be read, is a device other than a terminal, or has more than *most* bytes.
+        FileError: the file cannot be read, is a device other than a terminal, or has more than *most* bytes.
     """
     try:
         with path.open("rb") as file:
@@ -218,10 +218,10 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def refuse_tensors(head: bytes, where: str) -> None:
-    """Refuse files of tensors by how they begin.
+    """Refuse a file of tensors by its first bytes.
 
     Raises:
-        FileError: it is one.
+        FileError: *head* begins a checkpoint of torch.save or a safetensors file.
     """
     if head[:2] in _PICKLES or (head.startswith(b"PK") and b"data.pkl" in head):
         raise FileError(
@@ -239,8 +239,8 @@ def refuse_tensors(head: bytes, where: str) -> None:
 
 
 def read_stream(stream: BinaryIO | BufferedIOBase, most: int) -> bytes:
-    """What a stream holds, at most one byte more than *most*. It is read in parts: a single read of so many bytes would
-    allocate them all."""
+    """The bytes of a stream, at most one more than *most*. The stream is read in chunks: a single read would allocate
+    all *most* bytes at once."""
     chunks: list[bytes] = []
     left = most + 1
     while left and (chunk := stream.read(min(left, _CHUNK))):
@@ -250,7 +250,7 @@ def read_stream(stream: BinaryIO | BufferedIOBase, most: int) -> bytes:
 
 
 def damaged(e: ValidationError, where: str, fix: str) -> FileError:
-    """The error for a file that is not what its models say: the first thing that is wrong."""
+    """The error for a file that does not fit its model. It names the first mismatch."""
     first = e.errors(include_url=False, include_input=False)[0]
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
     return FileError(f"the file is damaged: {first['msg']}", where=f"{where}, at {place}" if place else where, fix=fix)
@@ -270,10 +270,9 @@ def _save(x: Net | Program | Plan, path: Path, state: Mapping[str, TensorRecord]
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A new file in the same folder, which takes the place of *path* at the end, or goes if anything fails.
+    """A new file in the same folder, which replaces *path* at the end, or is removed if anything fails.
 
-    Where *path* is a link, the file takes the place of what the link leads to. It never takes the place of a device or
-    a pipe.
+    If *path* is a link, the new file replaces the link's target. A device or a pipe is never replaced.
     """
     file = Path(os.path.realpath(path))
     temporary = file.parent / f".{file.name}.{os.getpid()}.{os.urandom(4).hex()}"
@@ -283,12 +282,12 @@ def atomic_write(path: Path) -> Iterator[Path]:
         temporary.touch(exist_ok=False)
         mode = temporary.stat().st_mode
         yield temporary
-        temporary.chmod(mode)  # whoever wrote it may have put a private file in its place
+        temporary.chmod(mode)  # the writer may have replaced it by a private file
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
         temporary.replace(file)
     except BaseException as e:
-        with suppress(OSError):  # in what is no folder there is nothing to remove
+        with suppress(OSError):  # if the parent is no folder, there is nothing to remove
             temporary.unlink()
         if not isinstance(e, OSError):
             raise

@@ -1,7 +1,7 @@
-"""Values to their file form: what JSON is made of, as :mod:`.records` says.
+"""Values to their file form, the JSON of :mod:`.records`.
 
-Arguments stand as JSON where JSON can tell them apart; what it cannot tell is an object with one key: ``{"size":
-"2*batch+1"}``, ``{"symbol": "f32"}``, ``{"float": "inf"}``.
+An argument is plain JSON if JSON can tell it from all others. A size, a symbol and a float that JSON cannot write are
+objects with one key: ``{"size": "2*batch+1"}``, ``{"symbol": "f32"}``, ``{"float": "inf"}``.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .records import VERSION, BlobRecord, OperatorRecord, SizeText, TensorRecord
 __all__ = ["Document", "document_of"]
 
 Document: TypeAlias = dict[str, Any]
-"""What a file or a part of it holds, as JSON takes it; tuples are lists there."""
+"""The content of a file or of a part of it, ready for JSON, where tuples become lists."""
 
 _NOTHING: Final = object()
 
 
 def document_of(x: Net | Program | Plan, state: Mapping[str, TensorRecord] | None = None) -> Document:
-    """The file of a net, a program or a plan; of a program with its tensors beside it if *state* describes them."""
+    """The document of a net, a program or a plan. *state* describes the tensors beside a program; None: no tensors."""
     if isinstance(x, Net):
         return {"format": "graphir.net", "version": VERSION, "net": _net(x)}
     if isinstance(x, Program):
@@ -129,7 +129,7 @@ def _net(net: Net) -> Document:
 
 
 def _interface(interface: Interface) -> Document:
-    """Its fields that differ from their defaults."""
+    """The fields of an interface that differ from their defaults."""
     empty = Interface()
     given = [(field.name, getattr(interface, field.name)) for field in fields(Interface)]
     return {name: _plain(value) for name, value in given if value != getattr(empty, name)}
@@ -146,7 +146,7 @@ def _notes(program: Program) -> Document:
     """The notes of a program.
 
     Raises:
-        GraphirError: one is no value as JSON has it.
+        GraphirError: a note is not a JSON value.
     """
 
     def note(value: Any) -> Any:

@@ -1,9 +1,9 @@
 """The file form of nets, programs and plans: what each file may hold, as pydantic reads it.
 
-Pydantic reads effects, slots, groups, interfaces, events and instructions by their own annotations. Here are the
-records of what a file writes in another way than the class: blobs that own their storage, sizes, devices and arguments
-as text, and tables. A tuple may be written as a list of its fields, without defaults at the end, or as an object of
-them. :mod:`.encode` writes, :mod:`.decode` makes values of what was read.
+Pydantic reads effects, slots, groups, interfaces, events and instructions by their own annotations. The records here
+are for classes that a file writes in another way: blobs that own their storage, sizes, devices and arguments as text,
+and tables. A tuple may be written as a list of its fields, without defaults at the end, or as an object of its fields.
+:mod:`.encode` writes records, :mod:`.decode` makes values of them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Versions: TypeAlias = tuple[NonNegativeInt, ...] | None
 
 
 class Header(BaseModel):
-    """What every version of every file begins with."""
+    """The fields that every file has, in every version."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -62,7 +62,7 @@ class _Record(BaseModel):
 
 
 class BlobRecord(NamedTuple):
-    """A :class:`~graphir.ir.blob.Blob`; without ``storage`` it is its own."""
+    """A :class:`~graphir.ir.blob.Blob`; without ``storage`` the blob owns its bytes."""
 
     name: str
     device: str
@@ -76,7 +76,7 @@ class BlobRecord(NamedTuple):
 
 class OperatorRecord(NamedTuple):
     """An :class:`~graphir.ir.operator.Operator`; ``effects`` and ``source`` are positions in the net's tables; None
-    where it has none. ``of`` is the position of a blob of the net, or a name where the net has no such blob."""
+    where the operator has none. ``of`` is the position of a blob of the net, or a name that no blob of the net has."""
 
     type: str
     device: str
@@ -116,7 +116,7 @@ class NetRecord(_Record):
 class TensorRecord(NamedTuple):
     """Element type, shape and checksum (CRC-32 of its bytes) of a tensor that is stored beside the file.
 
-    A file without checksums, of an earlier graphir, is read without comparing them.
+    Files of an earlier graphir have no checksums. Their tensors are read without a check.
     """
 
     dtype: str
@@ -125,7 +125,7 @@ class TensorRecord(NamedTuple):
 
 
 class GuardRecord(NamedTuple):
-    """A :class:`~graphir.ir.guard.Guard`, but for its reason in its own text."""
+    """A :class:`~graphir.ir.guard.Guard`: its text, which does not hold the reason, and the reason."""
 
     guard: str
     reason: OneLine

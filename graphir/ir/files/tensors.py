@@ -24,8 +24,8 @@ _FIX: Final = "save the program again with state=True; its two files belong toge
 
 _MOST_GAPPED: Final = 1 << 24
 _MOST_TIMES: Final = 64
-"""The most elements that a tensor's strides may reach over: the first number, or the second times the elements that it
-holds, whichever is more."""
+"""The most elements that a tensor's strides may span: the larger of the first number and the second times the elements
+that the tensor holds."""
 
 
 def describe(state: Mapping[str, torch.Tensor]) -> dict[str, TensorRecord]:
@@ -41,7 +41,7 @@ def describe(state: Mapping[str, torch.Tensor]) -> dict[str, TensorRecord]:
 
 
 def _checksum(tensor: torch.Tensor) -> int | None:
-    """The CRC-32 of the tensor's elements in row-major order; None where it has no bytes."""
+    """The CRC-32 of the tensor's elements in row-major order; None for a tensor on the meta device."""
     if tensor.is_meta:
         return None
     return zlib.crc32(byte_view(tensor).numpy().data)
@@ -81,8 +81,8 @@ class StoredTensors(Mapping[str, torch.Tensor]):
 
     Args:
         path: of the file.
-        expected: what the program's file says about them.
-        layouts: strides of those that are not contiguous.
+        expected: what the program's file says about the tensors.
+        layouts: strides of the tensors that are not contiguous.
 
     Raises:
         FileError: the file is missing or damaged, or holds other tensors than *expected*; a tensor whose bytes are
@@ -128,7 +128,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         return self._read[name]
 
     def _laid_out(self, name: str, tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-        # Where the stride is 0 all elements are one, which cannot be written to through the view.
+        # Along a dimension of stride 0 all elements are one, and torch refuses to write to them through the view.
         held = tensor[tuple([slice(1 if stride == 0 else None) for stride in strides])]
         span = sum((size - 1) * stride for size, stride in zip(held.shape, strides, strict=True))
         if overlaps(held.shape, strides) or span > max(_MOST_GAPPED, _MOST_TIMES * held.numel()):

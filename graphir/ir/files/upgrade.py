@@ -1,4 +1,4 @@
-"""Files of version 3, as this version reads them: what names of passes said in them, fields say now."""
+"""Files of version 3, as this version reads them: fields say now what names of passes said then."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["with_fields"]
 def with_fields(value: Net | Program | Plan) -> Net | Program | Plan:
     """The value of a file of version 3, with the fields that version 4 has.
 
-    In version 3, the name of the pass that made a copy said how the copy is issued and where it is received; that
-    ``pipeline`` is in the history said that copies stand where they are due; and the options of the pass that made the
-    replicas said how gradients are reduced. The value numbers of plans with synchronised batch norms, whose results
-    now follow from no running statistics, meant something else and are left out.
+    In version 3, the name of the pass that made a copy said how the copy is issued and where it is received. A
+    ``pipeline`` in the history said that copies stand where they are due. The options of the pass that made the
+    replicas said how gradients are reduced. Plans with synchronised batch norms lose their value numbers: results of
+    these batch norms counted as dependent on running statistics, and do not now.
     """
     if isinstance(value, Plan):
         synchronised = any(op.type == "graphir.synchronised_batch_norm" for op in value.step.ops)
@@ -41,7 +41,7 @@ def _net(net: Net) -> Net:
 
 
 def _parked(op: Operator) -> Operator:
-    """A copy of the pass ``park`` with how it is issued and where it is received."""
+    """The operator; a copy that the pass ``park`` made also gets ``issue`` and ``received``."""
     if op.by != "park" or op.type != "Copy":
         return op
     return op._replace(issue="placed", received="" if op.device.is_host else "fresh")

@@ -1,5 +1,5 @@
 """What is known of operator types, beside what torch's schemas say.
 
-:func:`.table.operator_type` is asked; it assembles one :class:`.record.OperatorType` for each type. :mod:`.own` has
-graphir's own types, :mod:`.families` what is known of torch's; :mod:`graphir.ir.registration` adds a user's.
+:func:`.table.operator_type` assembles one :class:`.record.OperatorType` for each type. :mod:`.own` has graphir's own
+types, :mod:`.families` what is known of torch's; :mod:`graphir.ir.registration` adds a user's.
 """

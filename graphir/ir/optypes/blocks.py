@@ -1,9 +1,10 @@
 """Types of lookups in a block of a table's rows: their schemas and fakes.
 
-``block_indices`` makes indices of a table those of a block of its rows: -1 where an index is not one of the block's, or
-is the padding's. The lookups in a block read its own rows, and take those of others for zeros, so that the sum over all
-blocks is that of the whole table. A bag's sum is divided by ``bag_size`` where that is given: the sizes of whole bags,
-which ``bag_sizes`` counts without the padding. A sparse gradient has an empty slot for each lookup of others.
+``block_indices`` turns indices of a table into indices of a block of its rows: -1 for an index that is outside the
+block, or the padding's. Lookups in a block read its own rows, and zeros for rows of other blocks, so that the sum over
+all blocks is the lookup in the whole table. A bag's sum is divided by ``bag_size``, if given: the size of the whole
+bag, which ``bag_sizes`` counts without the padding. A sparse gradient has an empty slot for each lookup in another
+block.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _BAGS: Final = "Tensor indices, Tensor offsets, Tensor? bag_size=None, Tensor? p
 
 
 def _block_indices(indices: Tensor, **options: Any) -> Tensor:
-    """As many indices, of the same shape."""
+    """Indices of the same shape."""
     return indices.new_empty(indices.shape)
 
 

@@ -1,7 +1,8 @@
 """Types of connectionist temporal classification: their schemas and fakes.
 
-Torch's kernel keeps a table for the backward that is as wide as the longest target, which data decide. ``ctc_loss``
-returns the losses alone, and ``ctc_loss_backward`` fills the table again: the shapes follow from the operands' shapes.
+Torch's kernel keeps a table for the backward. The table is as wide as the longest target, which data decide.
+``ctc_loss`` returns the losses alone, and ``ctc_loss_backward`` fills the table again: all shapes follow from the
+operands' shapes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How families of torch's types say what is known of them."""
+"""The notation in which families of torch's types state facts."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class Facts(NamedTuple):
 
 
 def facts_of(families: Iterable[Known]) -> Facts:
-    """What all these say.
+    """The facts of all families together.
 
     Raises:
-        ValueError: a type is there twice, or two of a name say other things of the name.
+        ValueError: a type is listed twice, or two types of one name state different facts of the name.
     """
     of_names: dict[str, Mapping[str, Any]] = {}
     of_types: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""What graphir's own types return, on tensors without data: their fakes, as a user's operator has one."""
+"""The fakes of graphir's own types, which return results without data, as a user's operator has one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class Refused(ValueError):
-    """A type does not take such operands; the text says why."""
+    """A type does not take these operands; the text says why."""
 
 
 def typed(tensor: Tensor) -> str:
@@ -46,7 +46,7 @@ def copy(source: Tensor) -> Tensor:
 
 
 def load(*, key: str, dim: int | None = None, first: int = 0) -> Tensor:
-    """No fake: the geometry of what is loaded is known only once it is there."""
+    """No fake: the geometry of a loaded tensor is known only once the tensor is there."""
     raise NotImplementedError
 
 
@@ -54,7 +54,7 @@ def all_reduce(inputs: Sequence[Tensor], *, reduction: str = "sum", shares: Sequ
     """The sum for each participant.
 
     Raises:
-        Refused: the inputs differ in shape or type, or there are not as many shares.
+        Refused: the inputs differ in shape or type, or there is not one share for each input.
     """
     first, *others = inputs
     for other in others:
@@ -69,10 +69,10 @@ def all_reduce(inputs: Sequence[Tensor], *, reduction: str = "sum", shares: Sequ
 
 
 def scale(rows: Tensor, *, numerator: int, denominator: int) -> Tensor:
-    """As many numbers, without gaps.
+    """Numbers of the same shape, without gaps.
 
     Raises:
-        Refused: the factor is no number.
+        Refused: the denominator is 0.
     """
     if denominator == 0:
         raise Refused(f"graphir.scale has the factor {numerator}/{denominator}")
@@ -104,7 +104,7 @@ def embedding_bag_backward(grad: Tensor, indices: Tensor, *others: Any, **option
     """Indices and values of the gradient, with a slot for each index.
 
     Raises:
-        Refused: bags and indices are of other ranks.
+        Refused: *grad* is not a matrix, or *indices* is not a vector.
     """
     if grad.dim() != 2 or indices.dim() != 1:
         shown = f"{typed(grad)} and {typed(indices)}"
@@ -149,9 +149,9 @@ def updated(type: str, names: Sequence[str], *, returns: bool = False) -> Callab
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, *options: Any, **named: Any) -> tuple[Tensor, Tensor]:
-    """The output laid out as the query, and a number for each query of each head; 64 bits where the query has them.
+    """The output, laid out as the query, and a number for each query of each head: f64 if the query is f64, else f32.
 
-    Torch's own rule has 32 bits for all before torch 2.12.
+    Before torch 2.12, torch's own rule gives f32 for all.
     """
     _check_attention(query, key, value)
     batch, heads, queries, _ = query.shape
@@ -200,7 +200,7 @@ def cumulative_batch_norm(
     *,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What torch's batch norm in training returns, laid out as that.
+    """What torch's batch norm in training returns, in the same layout.
 
     Raises:
         Refused: parameters or statistics are not those of the input's channels, or batches is not one number.
@@ -223,7 +223,7 @@ def synchronised_batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What torch's batch norm in training returns, laid out as that.
+    """What torch's batch norm in training returns, in the same layout.
 
     Raises:
         Refused: moments, parameters or statistics are not those of the input's channels, or batches is not one number.
@@ -257,7 +257,7 @@ def synchronised_batch_norm_backward(
     """The gradient of the input, laid out as torch's batch norm has it.
 
     Raises:
-        Refused: operands are not those of the input's channels, or the factor is no number.
+        Refused: operands are not those of the input's channels, or the denominator is 0.
     """
     if grad_out.shape != input.shape:
         raise Refused(f"{_BACKWARD} takes a gradient of shape {list(input.shape)}, not {typed(grad_out)}")
@@ -296,7 +296,7 @@ def _check_batches(batches: Tensor) -> None:
 
 
 def laid_out(input: Tensor) -> Tensor:
-    """A tensor as torch's batch norms lay out results: as the input, where it is dense with the channels last or
-    second, else contiguous."""
+    """A tensor in the layout of torch's batch norm results: channels-last if the input is channels-last and not
+    contiguous, else contiguous."""
     memory_format = torch.contiguous_format if input.is_contiguous() else suggest_memory_format(input)
     return torch.empty_like(input, memory_format=memory_format)

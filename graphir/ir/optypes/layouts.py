@@ -1,8 +1,8 @@
 """How kernels lay out results, where torch's rules for tensors without data say otherwise.
 
-For some operators on permuted operands, torch's rule keeps the order of dimensions of one operand, and its kernel that
-of another, or none. The kernel itself is asked then: on tensors whose dimensions have at most two elements, and lie in
-memory as those of the operands do. Answers are kept, so that the layers of a model cost a lookup each.
+For some operators on permuted operands, torch's rule keeps one operand's order of dimensions, and its kernel another
+operand's order, or none. The kernel itself is asked then: on tensors whose dimensions have at most two elements, and
+lie in memory as the operands' dimensions do. Answers are kept, so that the layers of a model cost a lookup each.
 
 The types were found by running torch's own samples of all operators on tensors that are contiguous, transposed,
 channels-last and permuted at random, forward and backward, with and without data.
@@ -43,18 +43,18 @@ class _Operand(NamedTuple):
 
 
 def _is_ambiguous(tensor: Tensor) -> bool:
-    """Whether a contiguous tensor has its channels last, too, as pictures of one pixel or of one channel may."""
+    """Whether a tensor is contiguous and channels-last at once, as images of one pixel or of one channel may be."""
     return tensor.dim() > 3 and tensor.is_contiguous() and suggest_memory_format(tensor) is not torch.contiguous_format
 
 
 def as_kernel(func: Callable[..., Any], *, ambiguous: bool = False) -> Callable[..., Any]:
     """The rule of *func* for tensors without data: torch's, with results in the strides that the CPU's kernel gives.
 
-    Its results have to be dense, and its arguments to hold no sums or products of sizes.
+    The results of *func* must be dense, and its arguments must hold no sums or products of sizes.
 
     Args:
         func: the operator.
-        ambiguous: ask the kernel where an operand is contiguous and has its channels last, and nowhere else.
+        ambiguous: ask the kernel only if an operand is contiguous and channels-last at once.
     """
 
     def rule(*args: Any, **kwargs: Any) -> Any:
@@ -121,8 +121,8 @@ def _in_order(tensor: Tensor | None, order: Order | None) -> Tensor | None:
 
 
 def in_format(operand: int | None) -> Callable[..., Any]:
-    """Makes a rule for tensors without data: torch's, with the channels last where they are so in *operand*; None: the
-    results are contiguous whatever the operands are."""
+    """Makes a rule for tensors without data: torch's, with channels-last results if *operand* is channels-last. None:
+    the results are always contiguous."""
 
     def made(func: Callable[..., Any]) -> Callable[..., Any]:
         def rule(*args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,7 @@ def _record(type: str, schema: str, fake: Callable[..., Any], **known: Any) -> O
 
 
 def _optimizer(type: str, schema: str, sparse: str = "") -> OperatorType:
-    """A type that updates one parameter, and its state; *sparse* is the one that does so by a sparse gradient."""
+    """A type that updates one parameter, and its state; *sparse* is the type that does so by a sparse gradient."""
     return _record(type, schema, fakes.updated(type, _tensors(schema)), joined=True, sparse=sparse)
 
 
@@ -204,37 +204,39 @@ OWN: Final[Mapping[str, OperatorType]] = {record.type: record for record in (*_R
 """graphir's own types.
 
 ``Copy`` brings a blob to its device, strides kept. ``AllReduce`` gives every participant the sum of all inputs, added
-in participant order; participants may be left out of the results (``[t_]``), as those of a reduction to one are. With
-``reduction="mean"`` input r is first scaled by ``shares[r] * n / sum(shares)`` (not at all where the shares are equal)
-and the sum divided by n. ``graphir.scale`` multiplies by a ratio of sizes, and its result
-has no gaps: gradients of the mean over a replica's rows become those of the mean over all, or the other way round.
-``graphir.load`` reads ``program.state[key]``, or with ``dim`` the part of it that begins at ``first`` along that
-dimension, and is as long as the blob. The optimizers update one parameter in place, as ``torch.optim`` does in
-its ``fused`` or its ``for_loop`` form, or as :class:`graphir.optim.RowWiseAdagrad` does; where ``found_inf`` is given
-and not zero they leave parameter and state as they are, as ``GradScaler.step`` does. ``next_dampening`` is the
-dampening of the next update: torch dampens none before the second, so it is 0 at first and then ``dampening``. A number
-that a scheduler moves from step to step is an operand, such as ``momentum_now``, and not the argument ``momentum``.
-Attention is torch's ``scaled_dot_product_attention`` without dropout, by the kernel of the device that it runs on; its
-``logsumexp`` has a number for each query of each head, from which any device's backward kernel finds the weights again.
+in participant order. Participants may be left out of the results (``[t_]``), as in a reduction to one participant. With
+``reduction="mean"`` input r is first scaled by ``shares[r] * n / sum(shares)`` (not at all if the shares are equal) and
+the sum divided by n. ``graphir.scale`` multiplies by a ratio of sizes: gradients of the mean over a replica's rows
+become gradients of the mean over all rows, or the other way round. Its result has no gaps.
+``graphir.load`` reads ``program.state[key]``. With ``dim`` it reads a part, which begins at ``first`` along that
+dimension and is as long as the blob. The optimizers update one parameter in place, as ``torch.optim`` does in
+its ``fused`` or its ``for_loop`` form, or as :class:`graphir.optim.RowWiseAdagrad` does. If ``found_inf`` is given
+and not zero, they leave parameter and state as they are, as ``GradScaler.step`` does. ``next_dampening`` is the
+dampening of the next update: torch does not dampen the first update, so ``next_dampening`` is 0 at first and then
+``dampening``. A number that a scheduler moves from step to step is an operand, such as ``momentum_now``, and not the
+argument ``momentum``. Attention is torch's ``scaled_dot_product_attention`` without dropout, by the kernel of the
+device that it runs on. Its ``logsumexp`` has a number for each query of each head, from which any device's backward
+kernel finds the weights again.
 
 ``cumulative_batch_norm`` is ``aten.native_batch_norm`` in training, with the momentum 1 / *batches*: running statistics
-are averages over so many batches.
+are averages over *batches* batches.
 
-A batch norm over several replicas is three types, and an ``AllReduce`` after each of the first two steps.
-``batch_norm_moments`` gives f64 (participants, 3, channels), of which row *participant* holds for each channel the
-number of values, their mean, and the sum of the squares of their distances from it; the other rows are zero, so that
-the sum over all participants has a row of each. ``synchronised_batch_norm`` merges the rows as Chan, Golub and LeVeque
-do ("Updating formulae and a pairwise algorithm for computing sample variances", 1979), in double precision, and goes on
-as ``aten.native_batch_norm``, or given *batches* as ``cumulative_batch_norm``. ``synchronised_batch_norm_backward``
-gives the gradient of the input; the gradients of weight and bias that it takes are the sums over all values of all
-participants, times denominator / numerator.
+A batch norm over several replicas is three types, with an ``AllReduce`` of the moments in the forward, and of the
+gradients of weight and bias in the backward. ``batch_norm_moments`` gives f64 (participants, 3, channels). Its row
+*participant* holds for each channel the number of values, their mean, and the sum of the squares of their distances
+from the mean. The other rows are zero, so that the sum over all participants has a row of each participant.
+``synchronised_batch_norm`` merges the rows as Chan, Golub and LeVeque do ("Updating formulae and a pairwise algorithm
+for computing sample variances", 1979), in double precision. It goes on as ``aten.native_batch_norm``, or, given
+*batches*, as ``cumulative_batch_norm``. ``synchronised_batch_norm_backward`` gives the gradient of the input; the
+gradients of weight and bias that it takes are the sums over all values of all participants, times denominator /
+numerator.
 
 A sparse gradient is two tensors, ``indices`` (1, n) and ``values`` (n, d): ``values[k]`` is added to row
-``indices[0, k]``, and -1 marks a slot that holds nothing. ``embedding_bag_backward`` and ``sparse_sum`` return such a
-pair. The sum is that of sparse tensors in torch, in the order of the operands, with ``reduction`` and ``shares`` as for
-``AllReduce``. The ``sparse_`` optimizers add the slots of a row up and update it once, as torch does. Those called
-``caffe2_sparse_`` are Caffe2's: each slot updates its row and the row's state by itself, in the order of the slots.
+``indices[0, k]``, and -1 marks an empty slot. ``embedding_bag_backward`` and ``sparse_sum`` return indices and values.
+``sparse_sum`` adds as torch adds sparse tensors, in the order of the operands, with ``reduction`` and ``shares`` as for
+``AllReduce``. The ``sparse_`` optimizers add up the slots of a row and update the row once, as torch does. The
+``caffe2_sparse_`` optimizers are Caffe2's: each slot updates its row and the row's state by itself, in slot order.
 
-Those that begin with ``block_`` look up a block of a table's rows, see :mod:`.blocks`; those that begin with
+Types that begin with ``block_`` look up a block of a table's rows, see :mod:`.blocks`; types that begin with
 ``ctc_loss`` are in :mod:`.ctc`.
 """

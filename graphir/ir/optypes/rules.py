@@ -1,7 +1,7 @@
 """Rules for tensors without data, where torch's own differ from its kernels.
 
-A rule takes an operator's arguments, with tensors on the meta device or fake ones, and returns such a tensor. The
-functions here make rules. Each is given torch's operator, whose call on such tensors is torch's own rule.
+A rule takes an operator's arguments, with meta or fake tensors, and returns the results as meta or fake tensors. The
+functions here make rules. Each is given torch's operator: called on meta or fake tensors, it is torch's own rule.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Rule: TypeAlias = Callable[..., Any]
 
 
 def grouped_mm(func: Rule) -> Rule:
-    """The rule of a matrix product for each group: torch's rule takes bfloat16 only, its kernels other types, too."""
+    """The rule of a matrix product for each group: torch's rule takes bfloat16 only, its kernels other types too."""
     return _grouped_mm
 
 
@@ -60,7 +60,7 @@ def _grouped_mm(
 def by_column(*matrices: int) -> Callable[[Rule], Rule]:
     """Makes a rule whose results at the positions *matrices* lie in memory column by column on the CPU.
 
-    Torch's rule says so for fake tensors, and row by row for those on the meta device.
+    Torch's rule agrees for fake tensors, but gives row by row for meta tensors.
     """
 
     def made(func: Rule) -> Rule:
@@ -81,7 +81,7 @@ def _by_column(matrices: Tensor) -> Tensor:
 def with_types(types_of: Callable[[Sequence[Any]], tuple[torch.dtype, ...]]) -> Callable[[Rule], Rule]:
     """Makes a rule whose results have the element types that *types_of* finds in its arguments.
 
-    Torch's rules differ between fake tensors and those on the meta device, where an operand is of half precision.
+    If an operand is of half precision, torch's rules differ between fake and meta tensors.
     """
 
     def made(func: Rule) -> Rule:
@@ -101,7 +101,7 @@ def _of_type(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def normalised(args: Sequence[Any]) -> tuple[torch.dtype, ...]:
-    """The data's type, and twice that of the parameters: the statistics have it on the CPU."""
+    """The data's type, and twice the parameters' type, which the statistics have on the CPU."""
     data, *params = (arg.dtype for arg in args if isinstance(arg, Tensor))
     statistics = params[0] if params else data
     return data, statistics, statistics
@@ -133,10 +133,13 @@ def _on_meta(rule: Rule) -> Rule:
 
 
 def batch_norm(func: Rule) -> Rule:
-    """The rule of a batch norm, of one value a channel, too: there torch's rule divides by the number of values less
-    one to update running statistics, on which the results do not depend."""
+    """The rule of a batch norm, for one value a channel too.
+
+    To update running statistics, torch's rule divides by the number of values less one, here 0. The results do not
+    depend on running statistics.
+    """
     in_evaluation = as_kernel(func)
-    in_training = _on_meta(in_evaluation)  # without this the statistics that come back are empty on the host alone
+    in_training = _on_meta(in_evaluation)  # not in evaluation: returned statistics are empty there on the host alone
 
     def rule(*args: Any) -> Any:
         data, weight, bias, mean, var, training, *options = args

@@ -1,4 +1,4 @@
-"""An operator with its sizes bound: what formulas of its cost and of its scratch are given."""
+"""Operators with their sizes bound, which formulas of cost and of workspace are given."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SizedOperand(NamedTuple):
 
 
 class SizedOperator(NamedTuple):
-    """An operator at these sizes, where kernels use so many threads. Sizes are bound as they are asked for."""
+    """An operator, the sizes that it runs at, and the threads that its kernels use. Sizes are bound when asked for."""
 
     op: Operator
     blobs: Mapping[str, Blob]
@@ -54,7 +54,7 @@ class SizedOperator(NamedTuple):
 
     @property
     def args(self) -> Mapping[str, Any]:
-        """The operator's own, sizes bound."""
+        """The operator's arguments, sizes bound."""
         return {name: bind_arg(arg, self.dims) for name, arg in self.op.args.items()}
 
     def has(self, position: int) -> bool:
@@ -67,7 +67,7 @@ class SizedOperator(NamedTuple):
         return _bound(self.blobs[self.op.inputs[position]], self.dims)
 
     def strided(self, *positions: int) -> list[SizedOperand]:
-        """Those of these operands that may not be contiguous."""
+        """The operands at *positions* that may not be contiguous."""
         return [self.operand(i) for i in positions if self.blobs[self.op.inputs[i]].strides is not None]
 
     def result(self, position: int = 0) -> SizedOperand:
@@ -83,6 +83,6 @@ def _bound(blob: Blob, dims: Dims) -> SizedOperand:
 
 
 def copied(call: SizedOperator, *positions: int) -> int:
-    """Bytes of the operands that a kernel for dense ones copies first."""
+    """Bytes of the operands that a kernel for dense operands copies first."""
     strided = call.strided(*positions)
     return sum(operand.nbytes for operand in strided if not (operand.contiguous or operand.channels_last))

@@ -1,4 +1,4 @@
-"""Where every type's record is asked for."""
+"""The table of all operator types, which gives each type's record."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ LISTED: Final = frozenset(_FACTS.of_types)
 """Torch's types that the families name."""
 
 _UNWRITTEN: Final = ("aten.empty", "aten.new_empty", "prims.empty")
-"""How the types begin that make memory without writing it."""
+"""The beginnings of types that make memory without writing it."""
 
 _registered: Final[dict[str, OperatorType]] = {}
 
 
 @lru_cache(maxsize=8192)
 def operator_type(type: str) -> OperatorType:
-    """What is known of *type*; a record that says nothing special where graphir has none of it, or it is no type."""
+    """What is known of *type*; a record that says nothing special if graphir knows nothing, or *type* is no type."""
     found = OWN.get(type) or _registered.get(type)
     if found is not None:
         return found
@@ -51,7 +51,7 @@ def operator_type(type: str) -> OperatorType:
 
 
 def add_registered(record: OperatorType) -> None:
-    """Let *record* be what is known of a user's type, from now on."""
+    """Make *record* the record of a user's type, from now on."""
     _registered[record.type] = record
     operator_type.cache_clear()
 

@@ -1,4 +1,4 @@
-"""A registered operator, tried: whether it does what its schema and its fake say."""
+"""A trial of a registered operator: whether it does what its schema and its fake say."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["Disagreement", "disagreement", "without_data"]
 
 
 class Disagreement(NamedTuple):
-    """What an operator does otherwise than it says, and what to do."""
+    """How an operator deviates from its schema, its fake or its own results, and the fix."""
 
     what: str
     fix: str
 
 
 def disagreement(func: OpOverload, example: Sequence[Any], nondeterministic: bool) -> Disagreement | None:
-    """What *func* does otherwise than its schema and its fake say, on these positional arguments; None: nothing.
+    """How *func* deviates from its schema and its fake on these positional arguments; None if it does not.
 
     Args:
         func: is called twice, on copies of the arguments.
         example: the arguments, tensors on the host.
-        nondeterministic: the two calls may give other bits.
+        nondeterministic: the two calls may give different bits.
     """
     given = [_each(value, Tensor.clone) for value in example]
     try:

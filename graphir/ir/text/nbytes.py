@@ -16,7 +16,7 @@ _DECIMAL: Final = ("B", "KB", "MB", "GB", "TB")
 _UNITS: Final = {
     unit.upper(): base**power for base, units in ((1024, _BINARY), (1000, _DECIMAL)) for power, unit in enumerate(units)
 }
-"""By unit, how many bytes it is: KiB, MiB, … are powers of 1024, KB, MB, … of 1000."""
+"""The bytes of each unit: KiB, MiB, … are powers of 1024, KB, MB, … of 1000."""
 
 _TEXT: Final = re.compile(rf"(\d{{1,15}}(?:\.\d{{1,15}})?)\s*({'|'.join(_UNITS)})", re.IGNORECASE)
 _FIX: Final = (
@@ -34,7 +34,7 @@ def nbytes_text(nbytes: int) -> str:
 
 
 def nbytes_of(given: object) -> int:
-    """The number of bytes that somebody writes: a whole number, or text such as ``16.0 MiB``, ``16MB`` or ``0.5 GiB``.
+    """The number of bytes that a caller writes: a whole number, or text such as ``16.0 MiB``, ``16MB`` or ``0.5 GiB``.
 
     Units are Accelerate's: MiB is 1024 * 1024 bytes, MB is 1000 * 1000. A fraction of a byte is left out.
 

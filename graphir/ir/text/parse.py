@@ -1,7 +1,7 @@
-"""The text form: reading what :mod:`.text` prints. This file reads programs and plans, :mod:`.parse_net` nets.
+"""The text form: reading what :mod:`.show` prints. This file reads programs and plans, :mod:`.parse_net` nets.
 
 One statement stands in each line, so the parser goes through the lines once, and through the words of each once. It
-builds values and nothing else: no text is evaluated, and whether a net makes sense is for ``verify`` to say.
+builds values and nothing else: no text is evaluated. ``verify`` says whether a net makes sense.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def parse(text: str) -> Net | Program | Plan:
     A program's ``state`` and ``module`` are not part of its text; they come back empty.
 
     Raises:
-        ParseError: *text* is not one; says in which line and how to write it.
+        ParseError: *text* is none of these; the error says in which line, and what to write.
     """
     if not isinstance(text, str):
         raise ParseError(
@@ -97,7 +97,7 @@ class _Header:
         self.interface = Interface()
 
     def statement(self, reader: Lines, line: Line) -> bool:
-        """Read a line of the header; False where it is none."""
+        """Read a line of the header; False if *line* is not one."""
         word = line.peek()
         if word in ("net", "init"):
             if len(self.nets) == 2:
@@ -340,7 +340,7 @@ def _value_number(line: Line) -> str:
 
 
 class _InstructionReader:
-    """Reads the instructions of a plan; those that show an operator for the first time add it to the step."""
+    """Reads the instructions of a plan. The first instruction that shows an operator adds it to the step."""
 
     def __init__(self, step: NetReader) -> None:
         self.step = step

@@ -25,7 +25,7 @@ _ROLES: Final = frozenset(ROLES)
 
 
 class _Output(NamedTuple):
-    """What is left of ``=``: one output and, where it is declared there, its geometry."""
+    """One output at the left of ``=``, with its geometry if it is declared there."""
 
     name: str
     version: int | None
@@ -274,7 +274,7 @@ class NetReader:
 
 
 def _versions(versions: list[int | None]) -> tuple[int, ...] | None:
-    """A version written on any name says that of every name; without any, all are the first."""
+    """The versions of all names: 0 for a name without one. None if no name has one: all are the first."""
     for version in versions:
         if version is not None:
             return tuple([version or 0 for version in versions])

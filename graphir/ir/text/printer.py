@@ -1,4 +1,4 @@
-"""Printing nets: names, values, operators, and what of them is left out because it is the default."""
+"""Printing nets: names, values, operators, and the defaults that text leaves out."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 RESERVED: Final = frozenset(ROLES) | {"_", "blob", "external", "grad", "of", "op"}
-"""Words that start something else than a name; a blob so called is quoted."""
+"""Words that start something else than a name. As the name of a blob they are quoted."""
 
 _KEYWORD_VALUES: Final = SYMBOLS | {"true", "false", "none", "inf", "nan"}
 
@@ -58,15 +58,15 @@ def json_string(text: str) -> str:
 
 
 def key_text(name: str) -> str:
-    """A name, for places where no word can start anything else."""
+    """A name, for places where only a name can stand."""
     return name if BARE_NAME.fullmatch(name) else json_string(name)
 
 
 def value_text(arg: Arg) -> str:
     """A non-tensor argument as it is printed."""
-    if arg.__class__ is int:  # as most are
+    if arg.__class__ is int:  # as most arguments are
         return repr(arg)
-    return map_arg(arg, _scalar_text, _list_text)  # type: ignore[no-any-return]  # it is what those make
+    return map_arg(arg, _scalar_text, _list_text)  # type: ignore[no-any-return]  # both functions make text
 
 
 def _list_text(items: list[str]) -> str:
@@ -121,9 +121,9 @@ def default_effects(
 ) -> Effects:
     """The effects that an operator has unless its text says otherwise: those that its names show.
 
-    An output that is also an input is overwritten; one that lies in an input's storage is a view of that input, or the
-    input overwritten under a new name where the type ends in ``_``, as torch's in-place operators do. What has a seed
-    id is random.
+    An output that is also an input is overwritten. An output in an input's storage is a view of that input, or the
+    input overwritten under a new name if the type ends in ``_``, as torch's in-place operators do. An operator with a
+    seed id is random.
     """
     writes: list[tuple[int, int]] = []
     views: list[tuple[int, int]] = []
@@ -157,7 +157,7 @@ def net_phase(net: Net) -> str:
 
 
 class Style(NamedTuple):
-    """What of the text is printed.
+    """Which parts of the text are printed.
 
     Attributes:
         dims: the value of each dimension, by which figures are computed; None: no figures.
@@ -302,7 +302,7 @@ class Printer:
 
 
 def _comment(*parts: str) -> str:
-    """``  # 16.0 MiB, models/net.py:42``, or nothing. What could end the line is shown as JSON has it."""
+    """``  # 16.0 MiB, models/net.py:42``, or nothing. Text that could end the line is shown as JSON."""
     shown = [part if part.isprintable() else json.dumps(part) for part in parts if part]
     return f"  # {', '.join(shown)}" if shown else ""
 
@@ -319,9 +319,9 @@ def _effects(effects: Effects, default: Effects) -> Iterator[str]:
 
 @lru_cache(maxsize=4096)
 def type_name(type: str) -> str:
-    """A type as it is printed: overload ``default`` of a torch operator is left out.
+    """A type as it is printed: the overload ``default`` of a torch operator is left out.
 
-    A type that then reads as another is quoted.
+    A type that would then read as another type is quoted.
     """
     namespace, _, rest = type.partition(".")
     if namespace in NAMESPACES:
@@ -334,7 +334,7 @@ def type_name(type: str) -> str:
 
 
 def _arranged(pattern: str, items: Sequence[str]) -> tuple[str, str]:
-    """Items as a pattern arranges them, those beyond it at the end; and the pattern that this shows."""
+    """Items as a pattern arranges them, surplus items at the end; and the pattern that the text shows."""
     count = pattern.count("t")
     if count > len(items):
         return ", ".join(items), "t" * len(items)
@@ -373,7 +373,7 @@ def declarations(net: Net, printer: Printer) -> Iterator[str]:
 
 
 def result_lines(net: Net) -> Iterator[str]:
-    """The lines of external outputs and gradients, and of what else a Caffe2 net says."""
+    """The lines of external outputs and gradients, and of a Caffe2 net's other fields."""
     if net.dialect is not TORCH:
         yield f"  proto {json_string(net.proto)}"
     for name in net.external_outputs:

@@ -1,11 +1,11 @@
 """The text form of nets, programs and plans: printing. :mod:`.parse` reads what this prints.
 
-Canonical text has no line numbers, no alignment and no derived figures, so that two of them diff cleanly, and nothing
-is lost: ``parse(str(x)) == x``. What is the default is left out:
+Canonical text has no line numbers, no alignment and no derived figures, so that two texts diff cleanly. Nothing is
+lost: ``parse(str(x)) == x``. Defaults are left out:
 
-* a blob's type stands where the blob first appears, so an output without one is an existing blob that is overwritten;
+* a blob's type, except where the blob first appears: an output without a type is an existing blob that is overwritten;
 * an output's role, where it is the usual one of its operator's phase (forward: activation, backward and reduce:
-  gradient, init and update, and any copy: temporary), or for a view that of its storage;
+  gradient, init and update, and any copy: temporary), or for a view the role of its storage;
 * an operator's device, where it is that of its first output; its phase, where it is ``forward`` (in an ``init net``,
   ``init``); its module, where it is the base name of the first output of a forward torch operator, or else empty;
 * effects, where they are those that the names show (see :func:`.printer.default_effects`);

@@ -17,9 +17,9 @@ __all__ = ["BARE_NAME", "Line", "Lines"]
 
 T = TypeVar("T")
 
-# No alternative looks again through text that an earlier one has looked through in vain, so that a line takes time in
-# proportion to its length: a string without an end is the rest of its line, and a bracket ends the search for another
-# one's end.
+# No alternative scans text again that an earlier alternative has scanned in vain, so that a line takes time in
+# proportion to its length. A string without an end is the rest of its line; a second bracket ends the search for the
+# end of the first.
 _TOKEN: Final = re.compile(
     rf"""
       "(?:[^"\\]|\\.)*(?:"(?:;\d+)?|\\?$)  # a string, or a quoted name and its version
@@ -141,7 +141,7 @@ class Line:
         return (comment.group(1) if comment else text).strip()
 
     def raw(self) -> str:
-        """The rest of the line as it stands, or what a string there says."""
+        """The rest of the line as it stands, or the content of a string there."""
         text = self.rest()
         return self.string(text) if text.startswith('"') else text
 
@@ -244,7 +244,7 @@ class Line:
         return self.integer(self.take())
 
     def one_of(self, words: Sequence[str], kind: str) -> str:
-        """One of some words, which are those of a *kind*."""
+        """The next name, which must be one of *words*, the words of a *kind*."""
         word = self.name()
         if word not in words:
             raise self.error(f"{word!r} is not a {kind}{nearest(word, words)}", f"{kind}s: {', '.join(words)}")

@@ -1,4 +1,4 @@
-"""Whether a net, a program or a plan is what everything else takes it for; :mod:`.net` lists the invariants."""
+"""Checks of the invariants of nets, programs and plans; :mod:`.net` lists them."""
 
 from .net import blamed, verify
 from .problems import RAW, Problem

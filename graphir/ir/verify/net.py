@@ -1,4 +1,4 @@
-"""Whether a net, a program or a plan is what everything else takes it for.
+"""The invariants of nets, programs and plans, and :func:`verify`, which checks them.
 
 Of every net, *well-formed*:
 
@@ -23,10 +23,11 @@ Of every net, *well-formed*:
 
 14. Every operand is where :func:`graphir.ir.placement.required_devices` wants it.
 
-Of a program (:mod:`.program`): 15 to 21, of a plan (:mod:`.plan`): 22 to 29.
+Of a program: 15 to 21 (:mod:`.program`), and 30 to 32 (:mod:`.parts`). Of a plan (:mod:`.plan`): 22 to 29, and 33.
 
 Imported nets have types that torch does not know (without a dot: ``FC``), and unknown shapes: 10, 11 and 12 hold only
-of what is known. A name of a Caffe2 net may hold tensors of several shapes, so 12 says there only what is possible.
+of known types and shapes. A name of a Caffe2 net may hold tensors of several shapes, so that 12 only asks there that
+geometries are possible.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def net_problems(net: Net, dims: Dims, *, placed: bool = True, complete: bool = 
         net: the net.
         dims: the value of each dimension.
         placed: also check where operands are.
-        complete: *dims* should have every dimension; else what has an unknown one is not compared.
+        complete: report dimensions without a value; if False, sizes with such a dimension are only not compared.
     """
     walk = _Walk(net, dims, placed, complete)
     walk.blobs()
@@ -130,14 +131,14 @@ def net_problems(net: Net, dims: Dims, *, placed: bool = True, complete: bool = 
 
 
 class _Walk:
-    """Program order, from the first operator to the last.
+    """A walk through a net in program order, which collects broken invariants.
 
     Attributes:
         latest: the last version of each name that has been made.
-        made_at: the state of its storage in which that version was made.
+        made_at: of each name, the state of its storage in which the last version was made.
         state: of each storage: the position of its last writer, -1 before the first.
         geometries: of each blob, bound.
-        bindings: the geometries by what blobs are declared to be: each is bound once.
+        bindings: the geometries, by shape, element type, strides and offset as declared: each is bound once.
     """
 
     def __init__(self, net: Net, dims: Dims, placed: bool, complete: bool) -> None:
@@ -203,7 +204,7 @@ class _Walk:
         return found
 
     def unbound_in(self, sizes: tuple[Size, ...], owner: str) -> bool:
-        """Report each dimension that has no value, once; whether there is one."""
+        """Report each dimension that has no value, once. Returns whether there is one."""
         missing = {dim for size in sizes for dim in size_dims(size)} - set(self.dims)
         if self.complete:
             for dim in sorted(missing - self.unbound):
@@ -279,7 +280,7 @@ class _Walk:
         self.latest[name] = max(version, last + 1)
 
     def aliases(self, position: int, op: Operator, read: Sequence[Blob], made: Sequence[Blob]) -> bool:
-        """Invariant 8, and the states that outputs are made in; whether an output is on another device."""
+        """Invariant 8, and the states that outputs are made in. Returns whether an output is on another device."""
         state, effects = self.state, op.effects
         for output, operand in (*effects.views, *effects.writes):
             if output >= len(made) or operand >= len(read):

@@ -1,7 +1,8 @@
-"""The invariants of what lives in parts.
+"""The invariants of values that live in parts.
 
-30. A name of the interface that lives in parts is no blob's; its parts are distinct blobs, each is that of one name, in
-    one replica; they have one element type, and shapes that make up one value along the dimension.
+30. A name of the interface that lives in parts is not the name of a blob. Its parts are distinct blobs; each is a part
+    of one name, in one replica. The parts have one element type and one role, and shapes that make up one value along
+    the dimension.
 31. ``init`` loads each part from its place in the whole value, and nothing else from a place.
 32. Optimizer state lives in as many parts as its parameter.
 """
@@ -24,9 +25,9 @@ def parts_problems(program: Program, before: Iterable[str], after: Iterable[str]
     """What is wrong with the parts of the interface.
 
     Args:
-        program: whose.
+        program: the program.
         before: names of the interface that are blobs before a step, unless they live in parts.
-        after: those that are blobs after it.
+        after: names of the interface that are blobs after a step, unless they live in parts.
     """
     interface, blobs = program.interface, program.step.blobs
     kept, known = set(before), {*before, *after}
@@ -43,7 +44,7 @@ def parts_problems(program: Program, before: Iterable[str], after: Iterable[str]
             yield Problem(f"the parts of {name!r} are not blobs of its own")
         elif any(len(interface.placed.get(part, program.replicas)) > 1 for part in parts.blobs):
             yield Problem(f"a part of {name!r} is in more than one replica")
-        elif found and len(found) == len(names):  # the interface's own check has the others
+        elif found and len(found) == len(names):  # the interface's own check reports missing blobs
             if not _fit(parts, found):
                 listed = ", ".join(repr(blob.name) for blob in found)
                 yield Problem(f"the parts {listed} do not make up {name!r} along dimension {parts.dim}")
@@ -68,7 +69,7 @@ def part_names(program: Program, name: str) -> tuple[str, ...]:
 
 
 def _fit(parts: Parts, blobs: list[Blob]) -> bool:
-    """Whether blobs make up one value."""
+    """Whether blobs make up one value, as *parts* says."""
     first, dim = blobs[0], parts.dim
     shapes = [blob.shape for blob in blobs]
     if first.shape is None or any(blob.dtype != first.dtype or blob.role != first.role for blob in blobs):
@@ -84,7 +85,7 @@ def _fit(parts: Parts, blobs: list[Blob]) -> bool:
 def _loaded(
     program: Program, name: str, parts: Parts, blobs: list[Blob], loads: dict[str, Operator]
 ) -> Iterator[Problem]:
-    """Whether each part is loaded from its place."""
+    """The parts that are not loaded from their place."""
     shapes = [tuple([size if isinstance(size, int) else 0 for size in blob.shape or ()]) for blob in blobs]
     for blob, first in zip(blobs, starts(parts.dim, shapes), strict=True):
         op = loads.get(blob.name)

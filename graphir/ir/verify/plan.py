@@ -1,21 +1,21 @@
-"""The invariants of a plan's instructions; :mod:`.verify` has those of its program.
+"""The invariants of a plan's instructions; :mod:`.program` and :mod:`.net` have those of its program.
 
-22. Instructions of an operator are of the kind that its type asks for. They are in program order or in another one that
-    respects the hazards: what an operator reads is made before it, and no write of a storage comes before a read or
-    write of it that it follows in the program.
+22. Instructions of an operator are of the kind that its type asks for. Their order is program order, or another order
+    that respects the hazards: an operator comes after the operators that make its inputs, and a write of a storage
+    comes after the reads and writes of that storage that it follows in the program.
 23. Every operator is issued exactly once; a collective once for each result.
 24. An instruction is on the lane that it belongs to (:func:`graphir.ir.plan.issued_on`).
 25. A record is of a version that its own lane has made or read.
 26. A wait comes after a record of its event.
-27. A storage is freed at most once, after it was made and after its last use; what lives from step to step and what is
-    handed back is never freed.
-28. A receive buffer is of a storage that a copy makes and the step frees. Of the storages of one buffer, each is freed
-    before the next is made.
+27. A storage is freed at most once, after it was made and after its last use. State that lives from step to step and
+    external outputs are never freed.
+28. A receive buffer is for storages that a copy makes and the step frees. Each storage of a buffer is freed before the
+    next one is made.
 29. The plan has a size for every dimension of its program.
 33. An instruction sets the fields of its kind alone: an operator and its part, an event, or a storage.
 
-Whether lanes that run at the same time wait for each other wherever they must is another question, and not asked here:
-:func:`graphir.runtime.check` answers it.
+Whether lanes that run at the same time wait for each other wherever they must is not checked here, but by
+:func:`graphir.runtime.check`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def plan_problems(plan: Plan) -> list[Problem]:
 
 
 class _Issue:
-    """The total order, from the first instruction to the last."""
+    """A walk through a plan's instructions in their total order, which collects broken invariants."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.position = plan, 0
@@ -81,7 +81,7 @@ class _Issue:
             self.problems.append(Problem(what, instruction=f"{self.position} {_text(instruction)}"))
 
     def fields(self, instruction: Instruction) -> None:
-        """No text shows a field of another kind."""
+        """Invariant 33. The text form shows no field of another kind."""
         own = _FIELDS.get(instruction.kind, ("op", "part"))
         for name, default in Instruction._field_defaults.items():
             if name not in own and (found := getattr(instruction, name)) != default:
@@ -110,7 +110,7 @@ class _Issue:
         self.touch(op, instruction)
 
     def touch(self, op: Operator, instruction: Instruction) -> None:
-        """The operands are used: they must exist, and may be recorded by this lane from now on."""
+        """An instruction uses its operands: they must exist, and this lane may record them from now on."""
         blobs, at = self.plan.step.blobs, instruction.lane
         makes = instruction.makes(tuple(op.makes))
         for name, version in op.reads:
@@ -136,7 +136,7 @@ class _Issue:
                 self.receive(name, instruction)
 
     def receive(self, storage: str, instruction: Instruction) -> None:
-        """A buffer is filled: what it held is freed."""
+        """Invariant 28: when a buffer is filled, the storage that it held is freed."""
         blobs = self.plan.step.blobs
         buffer = (blobs[storage].device, self.plan.buffers[storage])
         earlier = self.held.get(buffer)
@@ -185,7 +185,7 @@ class _Issue:
 
 
 def _views(op: Operator) -> frozenset[tuple[str, int]]:
-    """The values that an operator makes as views of others."""
+    """The values that an operator makes as views of its operands."""
     if not op.effects.views:
         return frozenset()
     makes = list(op.makes)

@@ -13,11 +13,11 @@ from ..text import operator_text
 __all__ = ["RAW", "Misplaced", "Problem", "raise_all"]
 
 RAW: Final = (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError)
-"""What torch and Python raise at values of other types and sizes than they take: what breaks an invariant may."""
+"""Exceptions of torch and Python for values of wrong types or sizes, such as those that break an invariant."""
 
 _MOST_PRINTED: Final = 20
 _MOST_MISPLACED: Final = 5
-"""Where nothing but copies is missing, there are many operands, and one fix for all."""
+"""Fewer are printed if every problem is an operand on the wrong device: one fix serves all operands."""
 
 _COPY: Final = "run inject_copies before emit"
 _DECLARE: Final = "declare what an operator makes on its device (Blob.on), or move it by shift_modules instead; then "
@@ -26,8 +26,9 @@ _ORIGIN: Final = "no pass is to blame, but what built or edited it; a program fr
 
 
 Misplaced: TypeAlias = Literal["", "brings", "makes"]
-"""How an operand is on the wrong device: a copy *brings* it to the operator or back; or the operator *makes* it
-elsewhere than it is declared, which no copy mends. Empty: it is not, or something else is wrong as well."""
+"""How to mend an operand on the wrong device. *brings*: a copy brings it to the operator or back. *makes*: the operator
+makes it on another device than declared, which no copy mends. Empty: the device is right, or something else is wrong
+too."""
 
 
 class Problem(NamedTuple):
@@ -68,7 +69,7 @@ def raise_all(problems: Sequence[Problem], where: str, *, passes: bool = True) -
 
     Raises:
         PlacementError: every problem is an operand on the wrong device.
-        VerifyError: some problem is not.
+        VerifyError: some problem is something else.
     """
     if not problems:
         return

@@ -1,19 +1,20 @@
-"""The invariants of a program as a whole; :mod:`.verify` has those of its nets.
+"""The invariants of a program as a whole; :mod:`.net` has those of its nets.
 
 15. The prefixes of the replicas differ. Gradients are reduced in a known way, and copies are issued a whole number
     of operators ahead, from 0 up. The shares of a batch, where there are some, are one for each replica, positive, not
     all equal, and without a common divisor.
-16. Operators of ``init`` have the phase init, those of ``step`` another one.
-17. ``init`` makes every blob of ``step`` that lives from step to step, with the same geometry, role and device; only
-    what Caffe2 feeds into a workspace is not made.
-18. ``graphir.load`` names an entry of ``program.state`` (where there is one) of the blob's shape and element type, or
-    of those of the value that the blob is a part of.
+16. Operators of ``init`` have the phase init, operators of ``step`` another phase.
+17. ``init`` makes every blob of ``step`` that lives from step to step, with the same geometry, role and device. Only
+    blobs that Caffe2 feeds into a workspace are not made.
+18. ``graphir.load`` names an entry of ``program.state`` (if the program has state) of the blob's shape and element
+    type, or of the shape and element type of the value that the blob is a part of.
 19. Every replica has each blob of the interface: parameters, buffers and optimizer state before the step, gradients
-    after it; and, if it shares in the batch, inputs before the step, the loss or the outputs after it. A placed blob
-    only the replicas have that ``placed`` names, at least one. Of a name that lives in parts (:mod:`.parts`), they have
-    the parts.
-20. Learning rates are inputs ``f64[] @cpu:0``.
-21. Every dimension in a size has a value (found while shapes are compared), and so has every one in a guard.
+    after it; and, if it shares in the batch, inputs before the step, the loss or the outputs after it. For a placed
+    blob, this holds of the replicas that ``placed`` names, at least one. For a name that lives in parts
+    (:mod:`.parts`), the replicas have the parts.
+20. Learning rates and the other numbers of parameter groups are inputs ``f64[] @cpu:0``.
+21. Every dimension in a size has a value (found while shapes are compared), and so has every dimension in a guard.
+    Dimensions of recorded sizes are dimensions of the program.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a function was given one of graphir's values at all, and which one it is to look at."""
+"""Checks that a function was given one of graphir's values, and finds the one to look at."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FIX: Final = "capture one, or graphir.load its file, or graphir.parse its text"
 
 
 class Planned(Protocol):
-    """What has a plan: a session, or a compiled step, whose plan is the one that was used last."""
+    """An object with a plan: a session, or a compiled step, whose plan is the one that was used last."""
 
     @property
     def plan(self) -> Plan: ...
@@ -28,16 +28,16 @@ def subject_of(given: Program | Plan | Planned) -> Program | Plan: ...
 @overload
 def subject_of(given: Net | Program | Plan | Planned) -> Net | Program | Plan: ...
 def subject_of(given: object) -> object:
-    """The plan of what has one; anything else as it is."""
+    """The plan of an object that has one; anything else as it is."""
     found = getattr(given, "plan", None)
     return found if isinstance(found, Plan) else given
 
 
 def require(subject: object, kinds: tuple[type, ...], function: str) -> None:
-    """Refuse what is of none of *kinds*, in the words of the function that was called.
+    """Refuse a subject that is of none of *kinds*; the error names the *function* that was called.
 
     Raises:
-        GraphirError: it is of none of them.
+        GraphirError: *subject* is of none of *kinds*.
     """
     if not isinstance(subject, kinds):
         *others, last = (kind.__name__ for kind in kinds)
