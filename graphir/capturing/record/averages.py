@@ -1,7 +1,7 @@
 """Batch norms whose running statistics are averages over all batches: ``momentum=None``.
 
-torch's forward reads the number of batches, and hands its reciprocal to the operator as a number. A step has another
-number each time, so the call is recorded as the type that takes the number of batches as a tensor.
+torch's forward reads the number of batches as a Python number, and passes its reciprocal to the operator. The number
+grows with every step. So the call is recorded as a type of graphir's that takes the number of batches as a tensor.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .values import RecordedCall, Value
 __all__ = ["BATCHES", "average", "batches_read_in"]
 
 BATCHES: Final = 1
-"""What torch's forward reads instead. It makes the momentum of it, which the recorded type does not take."""
+"""The number that torch's forward is told. It serves for the momentum alone, which the recorded type does not take."""
 
 
 def batches_read_in(frame: FrameType, scope: str) -> bool:
-    """Whether the code that runs in *frame* is torch's, reading a number of batches.
+    """Whether the code that runs in *frame* is torch's batch norm, which reads the number of batches.
 
     Raises:
-        CaptureError: it is another forward of such a batch norm, which may make anything of the number.
+        CaptureError: the code is another forward of such a batch norm, which may compute anything from the number.
     """
     module = frame.f_locals.get("self")
     if not isinstance(module, _BatchNorm) or module.momentum is not None:
@@ -41,7 +41,7 @@ def batches_read_in(frame: FrameType, scope: str) -> bool:
 
 
 def average(call: RecordedCall, batches: Value) -> None:
-    """Make a call of torch's batch norm one that averages over so many batches."""
+    """Turn a call of torch's batch norm into one that averages over the number of *batches*."""
     call.type = "graphir.cumulative_batch_norm"
     call.inputs = (*call.inputs, batches)
     call.operands = call.operands and f"{call.operands}t"

@@ -1,14 +1,14 @@
 """Which operator each operator of a backward belongs to, so that a pass can keep the two together.
 
-Autograd makes a node for each differentiable call, and numbers it, just before the call reaches the dispatcher. While
-a node runs, its number so leads to the call whose gradients it computes::
+Autograd makes and numbers a node for each differentiable call just before the call reaches the dispatcher. While a
+node runs, its number therefore leads to the call whose gradients the node computes::
 
     y = x.relu()          node 7 is made, then aten.relu is recorded
     y.sum().backward()    node 7 runs: aten.threshold_backward is recorded, and belongs to y
 
-Autograd adds gradients up while the node runs that made the last one: a sum belongs to the value whose gradient it is,
-and so do the additions that lead to it. A checkpoint runs calls of the forward again: these belong to what they repeat.
-The calls of a custom ``Function`` belong to its result.
+Autograd adds gradients up while the node runs that made the last summand. The sum and the additions that lead to it
+belong to the value whose gradient the sum is. A checkpoint runs calls of the forward again: a repeated call belongs to
+the result of the call that it repeats. The calls of a custom ``Function`` belong to the function's result.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _Kind: TypeAlias = tuple[str, tuple[tuple[int, ...], ...]]
 
 
 class _Repeat(NamedTuple):
-    """A call that runs with gradients enabled in the backward, while *node* runs for the first time or again."""
+    """A call of the backward that may repeat one of the forward: gradients are enabled while *node* runs."""
 
     call: RecordedCall
     node: Any
 
 
 class Belonging:
-    """The value that each recorded call belongs to, as :attr:`.Call.of`."""
+    """Finds the value that each recorded call belongs to, and sets ``RecordedCall.of``."""
 
     def __init__(self) -> None:
         self._made_for: dict[int, RecordedCall] = {}
@@ -49,7 +49,7 @@ class Belonging:
         return call.outputs[0] if call is not None and call.outputs else None
 
     def in_forward(self, call: RecordedCall) -> None:
-        """Note a call of the forward; where the forward computes gradients itself, it may be one of a backward too."""
+        """Note a call of the forward. While the forward computes gradients itself, a node's value owns the call."""
         node: Any = torch._C._current_autograd_node()
         if node is not None:
             call.of = self.of_node(node)
@@ -59,8 +59,8 @@ class Belonging:
         """Note a call of the backward.
 
         Args:
-            call: without its results yet.
-            owner: the value whose gradient is computed, where it is known.
+            call: the call, still without results.
+            owner: the value whose gradient is computed; None if unknown.
         """
         node: Any = torch._C._current_autograd_node()
         call.of = owner or (None if node is None else self.of_node(node))
@@ -79,7 +79,7 @@ class Belonging:
         """Let the calls of a custom ``Function``'s forward belong to its result.
 
         Args:
-            functions: the results, by the numbers of the nodes that stand for whole functions.
+            functions: the result of each custom function, by the number of the function's node.
         """
         for number, result in functions.items():
             calls = self._without_gradients.get(number, [])
@@ -88,7 +88,7 @@ class Belonging:
                 call.of = result
 
     def end_backward(self, forward: Sequence[RecordedCall], gradients: Sequence[tuple[Value, Value]]) -> None:
-        """Find what repeats the *forward*, and what adds up the *gradients* of which values."""
+        """Find the calls that repeat calls of the *forward*, and the additions that sum up *gradients* of values."""
         self._match_repeats(forward)
         makers = {id(gradient.call): value for value, gradient in gradients}
         for value, gradient in gradients:
@@ -102,10 +102,11 @@ class Belonging:
                     calls += [v.call for v in call.inputs]
 
     def _match_repeats(self, forward: Sequence[RecordedCall]) -> None:
-        """Let the calls that a checkpoint makes while one node runs belong to those of the forward that they repeat.
+        """Match the calls that a checkpoint makes while one node runs with the calls of the forward that they repeat.
 
-        A checkpoint runs again what lies between its beginning and the call of the node that asks first, the last one
-        that keeps anything. Of the places where most of it fits, the right one is that which ends next to this call.
+        A checkpoint runs again once a node asks for a kept tensor. The run repeats the forward from the checkpoint's
+        beginning to the call of the first node that asks, which is the last call that keeps a tensor. Of the places in
+        the forward that match most calls of the run, the one that ends closest to the asking node's call is taken.
         """
         places: dict[_Kind, list[int]] = {}
         positions: dict[int, int] = {}
@@ -128,19 +129,19 @@ class Belonging:
 
 
 def _kind(call: RecordedCall) -> _Kind:
-    """What a call has in common with its repetition, whose line is that of torch's own checkpoint."""
+    """What a call and its repetition have in common. Lines differ: the repetition's is that of torch's checkpoint."""
     return call.type, tuple([v.shape for v in call.outputs])
 
 
 def _distance(place: Sequence[int], asks: int) -> tuple[int, int, int]:
-    """How badly a place fits a run: by what is missing, by how far it ends from the call that *asks*, by its gaps."""
+    """How badly a place fits a run: few matches, then distance of its end from the call that *asks*, then gaps."""
     return -len(place), asks - place[-1], place[-1] - place[0]
 
 
 def _aligned(run: Sequence[RecordedCall], forward: Sequence[RecordedCall], start: int, asks: int) -> list[int]:
-    """The position in the *forward* of what each call of a *run* repeats, from *start* on; empty where they differ.
+    """The positions in the *forward*, from *start* on, of the calls that a *run* repeats; empty if at most half match.
 
-    Views that are made again where their memory has changed may be missing in one of the two.
+    Either of the two may lack views that the tape makes again after a write to their memory.
     """
     found: list[int] = []
     i = start

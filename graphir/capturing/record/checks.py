@@ -1,6 +1,6 @@
-"""Checks of data in torch's own Python code, which raises where they fail and goes on alike where they hold.
+"""Checks of data in torch's own Python code, which raises if a check fails and does the same work whenever it holds.
 
-A step may read their outcome: it is recorded as holding, with an operator that raises where it does not.
+A step may read the outcome of such a check. The check is recorded as holding, with an operator that raises if it fails.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Check(NamedTuple):
     """A check whose outcome torch's code reads.
 
     Attributes:
-        holds: what the code reads where the check holds.
-        message: what is wrong where it does not.
+        holds: the outcome that the code reads if the check holds.
+        message: what is wrong if the check fails.
     """
 
     holds: bool
@@ -35,14 +35,14 @@ _CHECKED: Final[Mapping[CodeType, Check]] = {
     type(constraints.positive_definite).check.__code__: _PARAMETER,
     Distribution._validate_sample.__code__: Check(True, "a value is outside of the support of its distribution"),
 }
-"""By the function that reads an outcome; none of these reads another number."""
+"""By the code of a function, the check whose outcome it reads. The function reads no other number out of a tensor."""
 
-# Where torch has this function, a distribution has it read its outcomes.
+# Where torch has this function, the code of a distribution calls it to read the outcome of a check.
 _READER: Final = getattr(getattr(distribution, "_all_true_or_runtime_assert", None), "__code__", None)
 
 
 def check_read_in(frame: FrameType) -> Check | None:
-    """The check whose outcome the code that runs in *frame* reads, or None where it reads another number."""
+    """The check whose outcome the code that runs in *frame* reads, or None if the code reads another number."""
     if frame.f_code is _READER and frame.f_back is not None:
         frame = frame.f_back
     return _CHECKED.get(frame.f_code)

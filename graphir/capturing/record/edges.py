@@ -1,4 +1,4 @@
-"""Where gradients arrive: at tensors, or at edges of autograd's graph where a tensor forgot its own."""
+"""Where gradients arrive: at tensors, or at edges of autograd's graph once a tensor was overwritten."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["differentiable", "keep_edges"]
 
 
 def keep_edges(target: Alias) -> None:
-    """Remember where the gradients of the values that a write to *target* hides arrive: its tensor forgets it."""
+    """Keep the gradient edges of the values that a write to *target* hides: the overwritten tensor loses its own."""
     for alias in (target, target.store.base):
         tensor = alias.tensor
         value = _bearer(alias)
@@ -23,7 +23,7 @@ def keep_edges(target: Alias) -> None:
 
 
 def differentiable(aliases: Iterable[Alias], values: Iterable[Value]) -> Iterator[tuple[Value, Any]]:
-    """Each forward value that has a gradient, and where that arrives: its tensor, or an edge of the graph."""
+    """Each forward value that has a gradient, and where the gradient arrives: a tensor, or an edge of the graph."""
     for alias in aliases:
         value = _bearer(alias)
         if value is not None:
@@ -32,7 +32,7 @@ def differentiable(aliases: Iterable[Alias], values: Iterable[Value]) -> Iterato
 
 
 def _bearer(alias: Alias) -> Value | None:
-    """The forward value, still without an edge, whose gradient arrives where *alias* is now.
+    """The forward value, still without an edge, whose gradient arrives at the tensor of *alias*; None if there is none.
 
     A parameter has one gradient, however often the forward overwrites it: its first version bears it.
     """
@@ -43,8 +43,8 @@ def _bearer(alias: Alias) -> Value | None:
 
 
 def _in_graph(tensor: torch.Tensor) -> bool:
-    """Whether gradients arrive at *tensor* at all: they don't at views made under ``no_grad``."""
+    """Whether gradients arrive at *tensor*: at views made under ``no_grad`` none do."""
     try:
         return not (tensor.is_leaf and tensor._is_view())
-    except RuntimeError:  # torch's own refusal, where such a view was written
+    except RuntimeError:  # torch refuses to answer for a view made under no_grad that was overwritten
         return False

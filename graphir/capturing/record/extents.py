@@ -1,9 +1,9 @@
-"""Sizes as a step's Python sees them: integers that know where they came from, and the tests that are made of them.
+"""Sizes as a step's Python sees them: integers that know their origin, and the tests that Python makes of them.
 
-``if x.shape[1] > 1024`` decides which operators run, and no dispatcher sees it. So while a step is recorded the sizes
-of its tensors are :class:`Extent`, an ``int`` whose arithmetic gives extents again and whose comparisons are noted.
-Who asks otherwise gets a plain number: ``int(n)``, ``float(n)``, ``math.sqrt(n)``, ``x.shape.numel()``,
-numpy, text, and whether ``n`` is in a set or among the keys of a dict.
+``if x.shape[1] > 1024`` decides which operators run, and no dispatcher sees the test. So while a step is recorded, the
+sizes of its tensors are of type :class:`Extent`: an ``int`` whose arithmetic gives extents and whose comparisons are
+noted. The origin of a size is lost in ``int(n)``, ``float(n)``, ``math.sqrt(n)``, ``x.shape.numel()``, numpy and text,
+and where ``n`` is looked up in a set or among the keys of a dict.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Number: TypeAlias = Size | float
 
 
 class Axis(NamedTuple):
-    """The size of one dimension of a value, its stride there, or the offset of the value.
+    """The size or the stride of one dimension of a value, or the offset of the value.
 
     Attributes:
-        value: in the recording that it belongs to.
-        dim: counted from 0.
+        value: the value, of one recording.
+        dim: the dimension, counted from 0.
         of: ``shape``, ``strides`` or ``offset``.
     """
 
@@ -39,19 +39,19 @@ class Axis(NamedTuple):
 
     @property
     def size(self) -> int:
-        """In the recording that it belongs to."""
+        """The integer in the recording of the value."""
         if self.of == "offset":
             return self.value.offset
         return (self.value.shape if self.of == "shape" else self.value.strides)[self.dim]
 
 
 class Derived(NamedTuple):
-    """What *operation* makes of numbers, where that is no polynomial of them.
+    """The result of an operation of Python's on numbers that is no polynomial of them.
 
     Attributes:
-        operation: of Python's.
+        operation: such as ``operator.floordiv``.
         operands: in order.
-        place: the module and the source line that made it.
+        place: the module and the source line that computed it.
     """
 
     operation: Callable[..., int | float]
@@ -63,10 +63,10 @@ Symbol: TypeAlias = Axis | Derived
 
 
 class Test(NamedTuple):
-    """A comparison of two numbers, as it came out.
+    """A comparison of two numbers, in the form in which it is true.
 
     Attributes:
-        holds: such as ``operator.lt``.
+        holds: a comparison that is true of *left* and *right*, such as ``operator.lt``.
         left, right: the numbers.
         place: the module and the source line that asked.
     """
@@ -78,15 +78,15 @@ class Test(NamedTuple):
 
 
 class Extents:
-    """What the step's Python made of the sizes of one recording, and what it asked about them.
+    """The sizes that the step's Python asked for in one recording, what it computed from them, and what it tested.
 
     Attributes:
-        symbols: what each name in a number stands for; a derived one stands behind those that it is made of.
-        tests: in order, each once.
-        seen: whether sizes are extents now: between the step's own lines, not while an operator runs.
+        symbols: what each name in a number stands for; a derived symbol comes after the symbols of its operands.
+        tests: the tests in order, each once.
+        seen: whether sizes are extents now: true while the step's own lines run, false while an operator runs.
 
     Args:
-        place: the module and the source line that run.
+        place: returns the module and the source line that run.
     """
 
     def __init__(self, place: Callable[[], str]) -> None:
@@ -98,13 +98,13 @@ class Extents:
         self._tested: set[tuple[object, ...]] = set()
 
     def release(self) -> None:
-        """Forget the recording, of which somebody may have kept an extent."""
+        """Forget the recording: an extent that the step has kept would keep it alive."""
         self.seen = False
         for found in (self.symbols, self.tests, self._names, self._tested):
             found.clear()
 
     def asked(self) -> tuple[object, ...]:
-        """What was asked about which sizes, but for the lines: equal where another recording asked the same."""
+        """All symbols and tests, without their places: equal for two recordings that asked the same."""
         symbols = [
             (s.value.index, s.dim, s.of) if isinstance(s, Axis) else (s.operation, s.operands)
             for s in self.symbols.values()
@@ -112,7 +112,7 @@ class Extents:
         return (*symbols, *[(test.holds, test.left, test.right) for test in self.tests])
 
     def other_outcome(self, other: Extents) -> str:
-        """The place of the first test that came out otherwise in another recording; empty where none did."""
+        """The place of the first test that had another outcome in another recording; empty if no outcome differs."""
         for mine, its in zip(self.tests, other.tests, strict=False):
             if (mine.left, mine.right) != (its.left, its.right):
                 break
@@ -121,7 +121,7 @@ class Extents:
         return ""
 
     def moduli(self) -> Iterator[int]:
-        """The numbers of which remainders were taken."""
+        """The divisors of the remainders that the step has taken."""
         for symbol in self.symbols.values():
             if isinstance(symbol, Derived) and symbol.operation is operator.mod:
                 _, by = symbol.operands
@@ -129,7 +129,7 @@ class Extents:
                     yield by
 
     def axis(self, value: Value, dim: int, size: int, of: str = "shape") -> Extent:
-        """The integer *size*, as what :class:`Axis` says of a value."""
+        """The integer *size* as an extent that stands for an :class:`Axis` of *value*."""
         name = self._names.get((value.index, dim, of))
         if name is None:
             name = self._names[value.index, dim, of] = self._named(Axis(value, dim, of))
@@ -141,13 +141,13 @@ class Extents:
         return name
 
     def _extent(self, number: int, size: Size) -> Extent:
-        """The integer *number*, which is *size*."""
+        """The integer *number* as an extent whose polynomial is *size*."""
         made = Extent(number)
         made.origin = self, size
         return made
 
     def combined(self, operation: Callable[..., Any], operands: Sequence[int | float]) -> Any:
-        """What *operation* makes of *operands*."""
+        """The result of *operation* on *operands*, traced where it is a number."""
         result = operation(*map(plain, operands))
         if not self.seen or type(result) not in (int, float):
             return result
@@ -165,13 +165,13 @@ class Extents:
         return made
 
     def counted(self, number: int, length: int, step: int) -> None:
-        """Note that a *length* has a *number* of steps, the last of which may be shorter."""
+        """Note that *length* consists of *number* parts of *step* each, the last of which may be shorter."""
         self.compared(operator.le, length, number * step)
         if number:
             self.compared(operator.gt, length, (number - 1) * step)
 
     def compared(self, holds: Callable[[Any, Any], bool], left: int | float, right: int | float) -> bool:
-        """Whether *holds* of the two numbers, which is noted."""
+        """The outcome of the comparison *holds* of two numbers, which is noted as a test."""
         outcome = holds(plain(left), plain(right))
         if self.seen:
             test = Test(holds if outcome else _OTHERWISE[holds], _number_of(left), _number_of(right), "")
@@ -182,7 +182,7 @@ class Extents:
 
 
 class _Kind(type):
-    """The type of traced numbers' types, which are equal to Python's own: ``type(n) == int``."""
+    """The metaclass of traced numbers: their types are equal to Python's own, so that ``type(n) == int``."""
 
     def __eq__(cls, other: object) -> bool:
         return other is cls or other is cls.__mro__[-2]
@@ -192,10 +192,10 @@ class _Kind(type):
 
 
 class _Traced(metaclass=_Kind):
-    """A number that knows where it came from.
+    """A number that knows its origin.
 
     Attributes:
-        origin: the extents of which recording it belongs to, and which polynomial of their symbols it is.
+        origin: the :class:`Extents` of its recording, and the polynomial of their symbols that it is.
     """
 
     origin: tuple[Extents, Size]
@@ -220,7 +220,7 @@ class _Traced(metaclass=_Kind):
 
 
 class Extent(_Traced, int):
-    """The size of a tensor, or what Python computes from such sizes."""
+    """The size of a tensor, or an integer that Python computes from sizes."""
 
     __hash__ = int.__hash__
 
@@ -241,7 +241,7 @@ class Ratio(_Traced, float):
 
 
 def plain(number: int | float) -> int | float:
-    """The number without what it knows of its origin."""
+    """The number as an ``int`` or ``float`` of Python's, without its origin."""
     return int(number) if isinstance(number, Extent) else float(number) if isinstance(number, Ratio) else number
 
 
@@ -293,7 +293,7 @@ _BINARY: Final[dict[str, Callable[..., Any]]] = {
 
 
 def _trace(name: str, operation: Callable[..., Any], reflected: bool = False) -> None:
-    """Let both kinds of traced numbers do an operation of Python's."""
+    """Define the method *name* of both kinds of traced numbers, which traces or notes *operation*."""
     tests = operation in _OTHERWISE
 
     def method(self: Any, *others: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Singular values and eigenvalues: torch computes them with vectors where a gradient may be needed, else alone.
+"""Singular values and eigenvalues: torch computes vectors too if a gradient may be needed, else the values alone.
 
-The two round differently. While a dispatch mode is active, torch takes every tensor for one that may need a gradient.
-The recorder sees vectors in any case, and a step that would have none in eager PyTorch is refused.
+The two computations round differently. While a dispatch mode is active, torch treats every tensor as one that may need
+a gradient. So the recorder always sees vectors. A step for which eager PyTorch would compute no vectors is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _VALUES: Final[Mapping[Any, tuple[str, str]]] = {
     _aten._linalg_eigh.default: ("eigenvalues", "torch.linalg.eigh(x)[0]"),
     _aten.linalg_eig.default: ("eigenvalues", "torch.linalg.eig(x)[0]"),
 }
-"""Operators that compute vectors too: what their values are, and a call that has vectors in eager PyTorch."""
+"""By an operator that computes vectors too: the name of its values, and a call that always computes vectors."""
 _SVD: Final = ((torch, ("svd",)), (torch.Tensor, ("svd",)))
 ALONE: Final[Sequence[tuple[Any, Sequence[str]]]] = (
     (torch.linalg, ("svdvals", "eigvalsh", "eigvals", "norm", "matrix_norm", "cond", "matrix_rank")),
@@ -32,18 +32,18 @@ ALONE: Final[Sequence[tuple[Any, Sequence[str]]]] = (
     (torch.Tensor, ("norm",)),
     *_SVD,
 )
-"""Torch's functions that compute values alone where no gradient is needed, by the class or module that has them."""
+"""Torch's functions that compute values alone if no gradient is needed, by the class or module that has them."""
 _TOGETHER: Final = ((torch.linalg, ("svd", "eigh", "eig")), (torch, ("svd_lowrank", "pca_lowrank")))
 
 
 class Factorisations:
-    """Whether the function of torch's that runs computes vectors in eager PyTorch."""
+    """Knows whether the function of torch's that runs computes vectors in eager PyTorch."""
 
     def __init__(self) -> None:
         self._with_vectors = False
 
     def functions(self) -> Handlers:
-        """Of the functions that ask for values or vectors."""
+        """Handlers of the functions that ask for values or vectors."""
 
         def alone(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return self._call(any(map(_may_need_gradient, (*args, *kwargs.values()))), function, args, kwargs)
@@ -70,7 +70,7 @@ class Factorisations:
             self._with_vectors = before
 
     def refuse_alone(self, func: Any, args: Sequence[Any], scope: str) -> None:
-        """Refuse an operator in the place of which eager PyTorch may run one that computes values alone.
+        """Refuse an operator that computes vectors where eager PyTorch may compute the values alone.
 
         Raises:
             CaptureError: names a call that computes vectors too.
@@ -93,7 +93,9 @@ def _functions(owners: Sequence[tuple[Any, Sequence[str]]]) -> Iterator[Any]:
 
 
 def _may_need_gradient(tensor: object) -> bool:
-    """What torch asks, but for modes; within a transform of ``torch.func`` every tensor may.
+    """Whether torch would compute vectors for *tensor* if no mode were active.
+
+    Within a transform of ``torch.func`` it would for every tensor.
 
     Source: ``_may_require_fw_or_bw_grad`` in aten/src/ATen/native/LinearAlgebraUtils.h.
     """

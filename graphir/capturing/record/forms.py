@@ -1,4 +1,4 @@
-"""How a call of a torch operator becomes operands, their pattern, and arguments without defaults."""
+"""Operators, and how a call of one becomes operands, their pattern, and arguments without defaults."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class BoundArguments(NamedTuple):
 
     Attributes:
         tensors: the tensors read, in order.
-        operands: the pattern over the tensor parameters, None where it says nothing.
+        operands: the pattern over the tensor parameters; None if each takes one tensor, except absent ones at the end.
         args: the other arguments, without defaults.
-        written: positions in ``tensors`` of those that are overwritten.
+        written: positions in ``tensors`` of the overwritten tensors.
     """
 
     tensors: list[torch.Tensor]
@@ -39,20 +39,20 @@ class BoundArguments(NamedTuple):
 
 
 class Form:
-    """What is fixed about an operator: see the attributes.
+    """The descriptor of an operator: facts that hold for every call of it.
 
     Attributes:
-        type: such as ``aten.addmm.default``; graphir's own where torch's runs on the CPU only.
+        type: such as ``aten.addmm.default``; a type of graphir's own where torch's runs on the CPU only.
         func: the operator.
-        known: what is known of torch's type.
+        known: the record of torch's type in graphir's tables.
         random: it may draw random numbers.
-        generator: the position of the generator among its arguments; None where it takes none.
-        seedable: the overload that does the same and takes a generator; None where there is none.
+        generator: the position of the generator among its arguments; None if it takes no generator.
+        seedable: the overload that computes the same and takes a generator; None if there is none.
         rebinds: it changes a tensor's own geometry (``squeeze_``).
-        by_onednn: the element types for which oneDNN may compute it, where that is switched on.
-        repeats: the geometry of its results follows from the arguments' and from nothing else.
+        by_onednn: the element types for which oneDNN may compute it, if oneDNN is switched on.
+        repeats: the geometry of its results follows from its arguments and their geometry alone.
         returns_list: its one result is a list of tensors.
-        default_dtype: it makes a tensor of torch's default element type where it is given none.
+        default_dtype: without an argument ``dtype`` it may make a tensor of torch's default element type.
         label: its name without the marks of torch's variants: ``add`` of ``add_``, ``softmax`` of ``_softmax``.
     """
 
@@ -106,8 +106,10 @@ class Form:
         self._writes: dict[tuple[object, ...], tuple[int, ...]] = {}
 
     def without_unread(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments of a call without tensors that it does not read: a batch norm's backward in training takes the
-        running statistics, which the next micro-batch overwrites."""
+        """The arguments of a call, with None for tensors that the operator does not read.
+
+        A batch norm's backward in training takes running statistics, which the next micro-batch overwrites.
+        """
         if not self._unread or len(args) <= self._train or not args[self._train]:
             return args
         return tuple([None if i in self._unread else arg for i, arg in enumerate(args)])
@@ -117,7 +119,7 @@ class Form:
         return bool(effects_of(self.type, {"training": True}, None, len(tensors), None, 0).writes)
 
     def draws(self, args: Mapping[str, Arg]) -> bool:
-        """Whether it draws random numbers with these arguments."""
+        """Whether the operator draws random numbers if it is given these arguments."""
         return self.random and is_random(self.type, args)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundArguments:
@@ -164,7 +166,7 @@ class Form:
         return BoundArguments(tensors, operands, kept, written)
 
     def _written(self, tensors: list[torch.Tensor], operands: str | None, args: Mapping[str, Arg]) -> tuple[int, ...]:
-        # Of the other arguments only this one says what is overwritten: a batch norm's statistics.
+        # A batch norm overwrites its statistics only in training; no other argument decides what is overwritten.
         key = operands, len(tensors), args.get("training")
         found = self._writes.get(key)
         if found is None:
@@ -204,10 +206,10 @@ _SCALARS: Final = frozenset({bool, int, float, str, type(None)})
 
 
 def normal_arg(value: Any) -> Arg:
-    """*value* as programs hold it: lists as tuples, torch's constants as symbols, one NaN, which equals itself.
+    """*value* as programs hold it: lists become tuples, torch's constants symbols, and every NaN the one ``math.nan``.
 
     Raises:
-        GraphirError: programs have no such arguments.
+        GraphirError: programs have no arguments of this type.
     """
     kind = type(value)
     if kind in _SCALARS:

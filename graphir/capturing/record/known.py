@@ -1,9 +1,10 @@
-"""Values that follow from sizes and literals alone, such as ``torch.arange(x.shape[1])``: what they hold is known.
+"""Known values: values whose numbers follow from sizes and literals alone, such as ``torch.arange(x.shape[1])``.
 
-The step may read them (``.item()``, ``if``), as it may read sizes. Libraries that look into a tensor to leave something
-out, a mask that masks nothing for instance, don't try where they find a fake tensor: transformers asks
-``isinstance(x, torch._subclasses.FakeTensor)``. So that the captured step leaves out what the eager one does, that says
-no about a tensor whose value is known.
+The step may read a known value (``.item()``, ``if``), as it may read sizes.
+
+Some libraries look into a tensor to leave work out, such as a mask that masks nothing. They do not look into a fake
+tensor: transformers asks ``isinstance(x, torch._subclasses.FakeTensor)``. So while a step is recorded, this test is
+false of a tensor whose value is known, and the captured step leaves out the same work as the eager one.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ _HOST: Final = torch.device("cpu")
 
 
 def is_known_result(call: RecordedCall) -> bool:
-    """Whether the call makes the same values in every step."""
+    """Whether the results of the call are known: every step computes the same numbers."""
     return call.seed is None and all(v.known for v in call.inputs) and _has_values(call.type)
 
 
 def _has_values(type: str) -> bool:
-    """Whether torch alone computes values by *type*: not of memory that nothing has written yet, nor by a user's."""
+    """Whether *type* is an operator of torch's own that computes numbers: none that leaves its result unwritten."""
     known = operator_type(type)
     return type not in OWN and not known.unwritten and not known.registered
 
 
 def tensor_of(value: Value, literals: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """What a known value holds.
+    """A real tensor with the numbers of a known value.
 
     Args:
-        value: its ``known`` is true.
-        literals: the tensors of those that no call made, by index.
+        value: the value; its ``known`` is true.
+        literals: real tensors of the values that no call made, by the value's index.
     """
     needed: dict[int, Value] = {}
     pending = [value]
@@ -81,8 +82,9 @@ def _run(call: RecordedCall, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def fakes_with_known_values_hidden(is_known: Callable[[torch.Tensor], bool]) -> Iterator[None]:
     """While this is active, ``isinstance(x, torch._subclasses.FakeTensor)`` is false where the value of ``x`` is known.
 
-    It is in this thread. Torch's own code asks ``torch._subclasses.fake_tensor.FakeTensor``, which stays as it is.
-    Modules that are imported meanwhile, as torch's compiler is where it is first used, get the class itself afterwards.
+    Other threads see no difference. Torch's own code asks ``torch._subclasses.fake_tensor.FakeTensor``, which stays as
+    it is. A module that is imported meanwhile, such as torch's compiler at its first use, gets the real class at the
+    end.
     """
     before, imported = torch._subclasses.FakeTensor, len(sys.modules)
     _UNKNOWN_FAKE.is_known = is_known
@@ -90,7 +92,7 @@ def fakes_with_known_values_hidden(is_known: Callable[[torch.Tensor], bool]) -> 
         with replaced(torch._subclasses, {"FakeTensor": _UNKNOWN_FAKE}):
             yield
     finally:
-        del _UNKNOWN_FAKE.is_known  # what still holds the class finds that nothing is known
+        del _UNKNOWN_FAKE.is_known  # to code that still holds the class, no value is known
         for late in [*sys.modules.values()][imported:] if len(sys.modules) > imported else ():
             for name in [name for name, held in getattr(late, "__dict__", {}).items() if held is _UNKNOWN_FAKE]:
                 setattr(late, name, before)
@@ -101,7 +103,7 @@ def _nothing_known(tensor: torch.Tensor) -> bool:
 
 
 class _Unknown(type):
-    """Of a class whose instances are the fake tensors of unknown values."""
+    """The metaclass of a class whose instances are the fake tensors with unknown values."""
 
     is_known: Callable[[torch.Tensor], bool] = staticmethod(_nothing_known)
 

@@ -1,4 +1,4 @@
-"""The memory of a step under record: which tensors look at it, and what each of them shows."""
+"""The memory of a recorded step: which tensors look at it, and which value each tensor shows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _aten: Final = torch.ops.aten
 
 
 class RecordedMemory:
-    """Every tensor that was seen, by identity, and every store, by its storage."""
+    """The tensors that a recording has seen, by identity, and their stores, by storage."""
 
     def __init__(self) -> None:
         self._aliases: dict[int, Alias] = {}
@@ -29,25 +29,25 @@ class RecordedMemory:
         return iter(list(self._aliases.values()))
 
     def find(self, tensor: torch.Tensor) -> Alias | None:
-        """The alias of a tensor that was seen before."""
+        """The alias of a tensor; None if the tensor was not seen before."""
         return self._aliases.get(id(tensor))
 
     def store(self, tensor: torch.Tensor) -> Store | None:
-        """The store that a tensor looks at, if it is known."""
+        """The store that a tensor looks at; None if its storage was not seen before."""
         return self._stores.get(tensor.untyped_storage()._cdata)
 
     def release(self) -> None:
-        """Forget everything; aliases and stores refer to each other, so that the collector would have to find them."""
+        """Forget all aliases and stores. They refer to each other, so only the garbage collector would free them."""
         for store in self._stores.values():
             del store.base
         self._stores.clear()
         self._aliases.clear()
 
     def exchanges(self) -> Handlers:
-        """Of ``x.data = …``, which raises if that gives a tensor that was seen other memory.
+        """The handler of ``x.data = …``, which refuses to give other memory to a tensor that was seen.
 
         Raises:
-            CaptureError: it does.
+            CaptureError: by the handler, after the assignment.
         """
 
         def exchange(set_data: Callable[..., None], tensor: torch.Tensor, other: torch.Tensor) -> None:
@@ -59,17 +59,17 @@ class RecordedMemory:
         return {torch.Tensor.data.__set__: exchange}  # type: ignore[attr-defined]
 
     def check_unexchanged(self) -> None:
-        """Raise where a tensor that was seen looks at other memory now.
+        """Refuse a step that has given other memory to a tensor, past the handler of ``x.data = …``.
 
         Raises:
-            CaptureError: it was exchanged by other means than ``x.data = …``, or where nobody heard of it.
+            CaptureError: a tensor that was seen looks at other memory now.
         """
         for alias in self:
             if alias.is_exchanged:
                 raise _exchanged(alias)
 
     def add_base(self, tensor: torch.Tensor, value: Value, persistent: bool, shared: str = "") -> Store:
-        """A tensor with memory of its own."""
+        """Add a tensor with memory of its own."""
         store = Store(tensor.untyped_storage(), persistent, shared)
         store.base = self._aliases[id(tensor)] = Alias(tensor, value, store)
         self._stores[store.key] = store
@@ -78,13 +78,13 @@ class RecordedMemory:
     def add_alias(
         self, tensor: torch.Tensor, value: Value, parent: Alias, replay: Replay | None, position: int = 0
     ) -> Alias:
-        """A tensor that looks at the memory of *parent*."""
+        """Add a tensor that looks at the memory of *parent*."""
         alias = self._aliases[id(tensor)] = Alias(tensor, value, parent.store)
         alias.parent, alias.replay, alias.position = parent, replay, position
         return alias
 
     def set_aside(self, alias: Alias) -> Alias:
-        """Put a new tensor in the place of one that is about to become a view of it::
+        """Let a new tensor take the place of a tensor that is about to become a view of it::
 
         tensor ──▶ store             before ──▶ store
         view ────▶ tensor     ──▶    view ────▶ before
@@ -106,10 +106,10 @@ class RecordedMemory:
         return found
 
     def alias(self, tensor: torch.Tensor, scope: str) -> Alias:
-        """The alias of a tensor, which need not have been seen before if its memory was.
+        """The alias of a tensor. A new tensor on memory that was seen before gets a new alias.
 
         Raises:
-            CaptureError: its memory is unknown.
+            CaptureError: the tensor's memory was not seen before.
         """
         alias = self._aliases.get(id(tensor))
         if alias is not None:

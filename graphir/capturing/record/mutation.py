@@ -1,8 +1,8 @@
 """In-place operators and writes through views, expressed by functional operators.
 
-``relu_(x)`` is recorded as ``relu(x)``; a write through a view as the functional operator on the view, and a scatter
-of its result into the tensor that the view looks at. Each result has the very strides of the tensor that PyTorch
-overwrites, since later operators may compute other bits on other strides.
+``relu_(x)`` is recorded as ``relu(x)``. A write through a view is recorded as the functional operator on the view, and
+a scatter of the result into the view's base. Each result has the strides of the tensor that PyTorch overwrites: on
+other strides, later operators may compute other bits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SCATTERS: Final[Mapping[Any, Any]] = {
 def functional_call(tape: Tape, form: Form, target: Alias, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Value:
     """Record the functional form of an in-place operator.
 
-    The result has the shape and type of *target*, and its strides too where that is no view.
+    The result has the shape and element type of *target*, and also its strides unless *target* is a view.
 
     Raises:
         CaptureError: the operator has no functional form.
@@ -48,7 +48,7 @@ def functional_call(tape: Tape, form: Form, target: Alias, args: tuple[Any, ...]
 
 
 def _source(tape: Tape, target: Alias, source: torch.Tensor) -> Value:
-    """What ``copy_`` writes, in the target's shape and type."""
+    """The value that ``copy_`` writes, in the shape and element type of *target*."""
     new = tape.read(source)
     tensor = target.tensor
     if new.dtype != tensor.dtype:
@@ -56,7 +56,7 @@ def _source(tape: Tape, target: Alias, source: torch.Tensor) -> Value:
     if new.shape != tuple(tensor.shape):
         new = tape.apply(_aten.expand.default, new, list(tensor.shape))
     if target.is_base and _same_geometry(new.tensor, tensor):
-        # A value of its own: what was read may be overwritten state.
+        # A clone, so that the new value does not change when the source, which may be state, is overwritten.
         new = tape.apply(_aten.clone.default, new)
     return new
 
@@ -88,8 +88,8 @@ def _same_geometry(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def laid_out(tape: Tape, new: Value, like: torch.Tensor, seen: Value) -> Value:
-    """*new* in the geometry of *like*, whose value is *seen*."""
-    # ``copy`` returns what ``seen.copy_(new)`` leaves, in the strides of ``seen``.
+    """The value *new*, laid out like the tensor *like*, which shows the value *seen*."""
+    # ``copy(seen, new)`` returns *new* in the strides of *seen*.
     if _same_geometry(new.tensor, like):
         return new
     copied = tape.apply(_aten.copy.default, seen, new)
@@ -103,9 +103,10 @@ def laid_out(tape: Tape, new: Value, like: torch.Tensor, seen: Value) -> Value:
 
 
 def _bernoulli(tape: Tape, target: Alias, seen: Value, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Value:
-    """``bernoulli.p`` takes its operand's shape only, and returns a contiguous tensor.
+    """Record ``bernoulli_`` as ``bernoulli.p``, which reads only its operand's shape and returns a contiguous tensor.
 
-    ``bernoulli_`` fills memory in its order, so a mask that is laid out otherwise is drawn on a permuted view.
+    ``bernoulli_`` fills a tensor in the order of its memory. So for a permuted tensor, ``bernoulli.p`` is called on a
+    view whose dimensions are in the order of memory, and its result is permuted back.
     """
     call = seen.call
     if call is not None and call.type == "aten.empty_like.default" and not call.args:
@@ -131,16 +132,16 @@ def _bernoulli(tape: Tape, target: Alias, seen: Value, args: tuple[Any, ...], kw
 
 
 def overwritten_base(tape: Tape, target: Alias, whole: Value, new: Value) -> Value:
-    """What the tensor under the view *target*, which showed *whole*, shows after the view was given the value *new*.
+    """The value of the base of the view *target* after *new* was written to the view; the base showed *whole* before.
 
     Raises:
-        CaptureError: the view shows the memory as another element type.
+        CaptureError: the view shows the memory as another element type, and not as parts of complex numbers.
     """
     base, view = target.store.base.tensor, target.tensor
     if new.dtype != view.dtype:
         new = tape.apply(_aten._to_copy.default, new, dtype=view.dtype)
     for shows, physical in ((view.is_conj(), _aten._conj_physical.default), (view.is_neg(), _aten.neg.default)):
-        if shows:  # what is in memory is the conjugate, or the negative, of what the view shows
+        if shows:  # memory holds the conjugate, or the negative, of the value that the view shows
             new = tape.apply(physical, new)
     if view.dtype != base.dtype:
         return _overwritten_parts(tape, target, whole, new)
@@ -160,7 +161,7 @@ def overwritten_base(tape: Tape, target: Alias, whole: Value, new: Value) -> Val
 
 
 def _overwritten_parts(tape: Tape, target: Alias, whole: Value, new: Value) -> Value:
-    """:func:`overwritten_base` where the view shows real or imaginary parts of complex numbers."""
+    """See :func:`overwritten_base`; the view shows real or imaginary parts of complex numbers."""
     base, view = target.store.base.tensor, target.tensor
     if not base.is_complex() or view.dtype != base.dtype.to_real():
         raise CaptureError(

@@ -1,4 +1,4 @@
-"""Operands of one call that share memory, of which one is overwritten."""
+"""Operands of one call that share memory with an operand that the call overwrites."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from .values import Alias
 __all__ = ["have_common_bytes", "refuse_overlapping_operands"]
 
 _MOST_DISTANCES: Final = 4096
-"""So many are followed until the answer is taken to be yes: views of dense tensors have a few."""
+"""Most distances to follow; beyond, windows are taken to share a byte. Views of dense tensors have a few distances."""
 
 
 def refuse_overlapping_operands(operator: str, aliases: Sequence[Alias], written: Collection[int], where: str) -> None:
-    """Raise where a call overwrites part of what it reads, or an element twice: kernels read there what they have just
-    written.
+    """Refuse a call that overwrites a part of another operand, or one element twice.
+
+    A kernel may read there what it has just written.
 
     Args:
-        operator: its type.
-        aliases: its operands.
-        written: positions of those that it overwrites.
-        where: the call is made.
+        operator: the type of the call's operator.
+        aliases: the operands.
+        written: positions of the overwritten operands.
+        where: the place of the call.
 
     Raises:
-        CaptureError: an operand has some bytes of an overwritten one, and is another view; or two elements of that one
-            have one address.
+        CaptureError: another view shares some bytes with an overwritten operand, or two elements of an overwritten
+            operand have one address.
     """
     for i in written:
         target = aliases[i]
@@ -53,13 +54,13 @@ def refuse_overlapping_operands(operator: str, aliases: Sequence[Alias], written
 
 
 def have_common_bytes(a: Geometry, b: Geometry) -> bool:
-    """Whether two windows on one memory share a byte; yes, too, where that would take long to find out.
+    """Whether two windows on one memory share a byte; also true if the answer would take too long.
 
-    The distance between their beginnings has to be bridged by steps along their dimensions, the largest first::
+    They do if steps along their dimensions can bridge the distance between their beginnings::
 
         b.offset - a.offset = sum of steps of a - sum of steps of b
 
-    Of the distances that are left, only those that smaller steps can bridge are followed.
+    The largest steps are tried first. A remaining distance is followed only if the smaller steps can bridge it.
     """
     if 0 in a.shape or 0 in b.shape:
         return False
@@ -87,7 +88,7 @@ def have_common_bytes(a: Geometry, b: Geometry) -> bool:
 
 
 def _elements(window: Geometry) -> tuple[int, int, tuple[tuple[int, int], ...]]:
-    """Where a window begins and how large an element is, in bytes, and the step and size of each dimension."""
+    """The offset and element size of a window, in bytes; and for each dimension the step, in bytes, and the size."""
     width = window.dtype.itemsize
     dims = zip(window.strides, window.shape, strict=True)
     return window.offset * width, width, tuple([(stride * width, size) for stride, size in dims if size != 1])

@@ -1,8 +1,8 @@
 """The recorder: a dispatch mode that writes every operator that runs on fake tensors to a tape.
 
-It sees a step as PyTorch's own dispatcher does, forward and backward alike, and turns it into calls on values that
-never change: what in-place operators and views of activations do is expressed by functional ones (:mod:`.mutation`);
-parameters and buffers alone are overwritten, in successive versions.
+The recorder sees a step as PyTorch's own dispatcher does, forward and backward alike, and turns it into calls on values
+that never change. Writes to activations and through views become functional operators (:mod:`.mutation`). Only
+parameters and buffers are overwritten, in successive versions.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _NOTHING_COMPUTED: Final = frozenset({"prim", "profiler"})
 _GEOMETRY: Final = frozenset(
     {_aten.is_same_size.default, _aten._has_same_storage_numel.default, _aten._assert_tensor_metadata.default}
 )
-"""Questions about tensors that fake ones answer: nothing is computed."""
+"""Questions that fake tensors answer: nothing is computed."""
 _SAME: Final = frozenset({_aten.detach.default, _aten.alias.default})
 _RRELU: Final = frozenset({_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default})
 _BATCH_NORM: Final = _aten.native_batch_norm.default
@@ -65,27 +65,29 @@ _SEVERAL: Final[Mapping[Any, Any]] = {
     **dict.fromkeys(_RRELU, _aten.rrelu_with_noise_functional.default),
     _BATCH_NORM: _aten._native_batch_norm_legit_functional.default,
 }
-"""Functional forms of what overwrites several tensors: they return the new values of these last."""
+"""Functional forms of operators that overwrite several tensors. Their last results are the new values of these."""
 _TRACE: Final = torch._C._TorchDispatchModeKey.PROXY
-"""Where the mode is by which ``make_fx`` traces."""
+"""The key of the mode by which ``make_fx`` traces."""
 _NUMBER: Final = _aten._local_scalar_dense.default
 _IS_NAN: Final = _aten.isnan.default
 _ANY_TRUE: Final = _aten._is_any_true.default
 _LITERAL: Final = frozenset({_aten.lift_fresh.default, _aten.lift.default})
 _accepted: Final[dict[object, Form]] = {}
-"""Operators that are recorded whatever they are given."""
+"""The forms of operators that are accepted with any arguments, filled as they are first seen."""
 
 
 class Recorder(Tape, TorchDispatchMode):
     """The tape that the dispatcher writes to, while this is the innermost mode over a ``FakeTensorMode``.
 
     Attributes:
-        constants: real tensors that the step reads and that are neither parameters, buffers nor inputs.
+        constants: the value and the tensor of each real tensor that the step reads and that is neither parameter,
+            buffer nor input.
         sparse: the sparse gradients.
-        refusal: the first one. A model may catch it and go on, but it would go on otherwise than with data.
-        failed_line: the source line of what it refused.
-        factorisations: which of them torch is asked for.
-        arguments: names of the tensors that the step is given, by their ``id``; fake ones stand for them.
+        refusal: the first error that was raised. A model may catch the error, but would go on differently than with
+            data.
+        failed_line: the source line of the refused operator.
+        factorisations: whether torch is asked for vectors beside singular values and eigenvalues.
+        arguments: names of the real tensors that the step is given, by ``id``. Fake tensors stand for them.
     """
 
     supports_higher_order_operators = True
@@ -117,7 +119,7 @@ class Recorder(Tape, TorchDispatchMode):
         self.arguments: dict[int, str] = {}
 
     def stand_in(self, tensor: torch.Tensor, fake: torch.Tensor) -> None:
-        """Let *fake* be what the step reads where it reads *tensor* itself, as a closure or a list may hold it."""
+        """Let *fake* stand for *tensor* where the step reads *tensor* itself: a closure or a list may hold it."""
         self._fakes[id(tensor)] = fake, tensor
 
     def release(self) -> None:
@@ -127,7 +129,7 @@ class Recorder(Tape, TorchDispatchMode):
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
-        """Between the step's own calls: what runs on fake tensors is recorded by :meth:`emit` alone."""
+        """Between the step's own calls: while this is active, only :meth:`emit` records; operators that run do not."""
         seen, self.extents.seen = self.extents.seen, False
         try:
             with _pop_mode_temporarily(), torch.no_grad():
@@ -139,7 +141,7 @@ class Recorder(Tape, TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: torch would wrap what the dispatcher calls in a function that takes longer than most of the calls."""
+        """False: torch would wrap ``__torch_dispatch__`` in a function that takes longer than most of the calls."""
         return False
 
     def __torch_dispatch__(
@@ -153,7 +155,7 @@ class Recorder(Tape, TorchDispatchMode):
         try:
             if torch._C._get_dispatch_mode(_TRACE) is not None:
                 raise refused_trace(self._scope())
-            with torch._C.DisableTorchFunction():  # what the recorder asks of tensors concerns no mode of functions
+            with torch._C.DisableTorchFunction():  # no function mode is told of the recorder's own questions
                 return self._dispatch(func, args, kwargs or {})
         except CaptureError as e:
             if self.refusal is None:
@@ -171,7 +173,7 @@ class Recorder(Tape, TorchDispatchMode):
                 return func(*args, **kwargs)
             if torch.is_inference_mode_enabled() and is_composite(func):
                 self._target.refuse_inference(self._scope())
-                with self:  # in inference mode torch shows composite operators whole; recorded is what they do
+                with self:  # inference mode shows composite operators whole; their parts are recorded
                     return func.decompose(*args, **kwargs)
             if func is _ANY_TRUE and torch.is_anomaly_enabled():
                 return self._unread_check(args[0])
@@ -233,9 +235,10 @@ class Recorder(Tape, TorchDispatchMode):
         return out
 
     def _unread_check(self, is_nan: torch.Tensor) -> torch.Tensor:
-        """What says whether a gradient has a NaN in it, which anomaly detection looks for after each node.
+        """A tensor for anomaly detection, which asks after each node whether a gradient has a NaN.
 
-        It is set for the whole process, where other threads may look. A program has nothing of it.
+        Anomaly detection is set for the whole process, and other threads may use it. So it stays on while a step is
+        recorded. The program has no such check.
         """
         alias = self._memory.find(is_nan)
         if alias is not None and self.calls and alias.value.call is self.calls[-1]:
@@ -244,7 +247,7 @@ class Recorder(Tape, TorchDispatchMode):
         return self._unread
 
     def _checked(self, check: Check, outcome: torch.Tensor) -> bool:
-        """Record that the *outcome* of a check is the one that it has where it holds."""
+        """Record that *check* holds, by an operator that raises if the check fails; returns ``check.holds``."""
         holds = outcome if check.holds else self._dispatch(_aten.logical_not.default, (outcome,), {})
         self._dispatch(_aten._assert_async.msg, (holds, check.message), {})
         return check.holds
@@ -259,11 +262,11 @@ class Recorder(Tape, TorchDispatchMode):
         return out
 
     def held_by(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """What a tensor holds, if that is known."""
+        """A real tensor with the numbers of *tensor*; None if they are unknown."""
         return self._known(tensor) if self.is_known(tensor) else None
 
     def _known(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What a tensor whose value is known holds."""
+        """A real tensor with the numbers of a tensor whose value is known."""
         return tensor_of(self.read(tensor), {literal.index: real for literal, real in self.constants})
 
     def _makes_something(self, out: Any) -> bool:
@@ -272,14 +275,14 @@ class Recorder(Tape, TorchDispatchMode):
         leaves = [leaf for item in in_sequence(out) for leaf in in_sequence(item)]
         return any(isinstance(leaf, torch.Tensor) and self._memory.find(leaf) is None for leaf in leaves)
 
-    # What the step reads from elsewhere.
+    # Tensors from outside of the recording.
 
     def _is_ours(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a fake tensor of this recording, not of the mode in which a model was built."""
+        """Whether *tensor* is a fake tensor of this recording, not of the mode in which a model was built."""
         return type(tensor) is FakeTensor and tensor.fake_mode is self._fake_mode
 
     def _constant(self, real: torch.Tensor, literal: bool = False) -> torch.Tensor:
-        """The fake tensor of a real one that the step reads, or of a *literal* that it makes anew each time."""
+        """The fake tensor that stands for *real*, which the step reads; a *literal* is made anew in each step."""
         if self._is_ours(real):
             return real
         self._refuse_foreign(real)
@@ -288,7 +291,7 @@ class Recorder(Tape, TorchDispatchMode):
         return self._fakes[id(real)][0]
 
     def _declared(self, real: torch.Tensor, literal: bool) -> torch.Tensor:
-        """A fake tensor that the step reads a constant by."""
+        """A new fake tensor that stands for *real*, declared as a constant of the step."""
         fake = self.fake(real.shape, real.stride(), real.dtype)
         path = self._path_of(real)
         cached = not (path or literal) and self._caches.holds(real)
@@ -306,7 +309,7 @@ class Recorder(Tape, TorchDispatchMode):
         return fake
 
     def _refuse_foreign(self, real: torch.Tensor) -> None:
-        """Refuse to read a tensor that is not of this recording and can't be a constant of it."""
+        """Refuse a tensor from outside of the recording that can't be a constant of the program."""
         if real.requires_grad and torch.is_grad_enabled():
             raise CaptureError(
                 f"the step reads a tensor of shape {list(real.shape)} that needs a gradient and is no parameter of "
@@ -332,7 +335,7 @@ class Recorder(Tape, TorchDispatchMode):
             )
 
     def _twin(self, original: Alias, same: torch.Tensor) -> torch.Tensor:
-        """Let *same* be another window on what *original* shows."""
+        """Let *same* be another window on the memory and the value of *original*."""
         self._memory.add_alias(same, self._current(original), original, None)
         return same
 
@@ -364,7 +367,7 @@ class Recorder(Tape, TorchDispatchMode):
         if self.phase == "forward":
             for target in targets:
                 keep_edges(target)
-        # Batch norm's functional form takes contiguous copies of the statistics, for which kernels round otherwise.
+        # Batch norm's functional form copies statistics contiguously; on other strides kernels round differently.
         statistics = form.func is _BATCH_NORM and len(targets) == 2 and all(t.tensor.is_contiguous() for t in targets)
         if statistics or form.func in _RRELU:
             return self._overwrite_several(form, bound, aliases, args, kwargs)
@@ -390,7 +393,7 @@ class Recorder(Tape, TorchDispatchMode):
     ) -> Any:
         """Record an operator of :data:`_SEVERAL` by its functional form.
 
-        The statistics of a batch norm are no state where ``instance_norm`` repeats them over the batch.
+        ``instance_norm`` repeats statistics over the batch. Its batch norm overwrites the copies, which are no state.
         """
         targets = [aliases[i] for i in bound.written]
         seen = [self.read(target.tensor) for target in targets]
@@ -407,7 +410,7 @@ class Recorder(Tape, TorchDispatchMode):
     def _write_state(
         self, form: Form, bound: BoundArguments, inputs: tuple[Value, ...], targets: Sequence[Alias], out: Any
     ) -> None:
-        """Record an operator that overwrites parameters or buffers as it is; each takes a new version."""
+        """Record an operator on parameters or buffers as the write that it is; each of them takes a new version."""
         call, source = self._call(form, bound, inputs)
         fresh: dict[int, Value] = {}
         for target in targets:
@@ -435,7 +438,7 @@ class Recorder(Tape, TorchDispatchMode):
         self.calls.append(call)
 
     def _store_value(self, target: Alias, new: Value) -> None:
-        """Let *target* show *new*, and everything else that looks at its memory the same change."""
+        """Let *target* show *new*, and let every other tensor on its memory show the change."""
         store = target.store
         self._refuse_shared(store)
         base = store.base
@@ -452,7 +455,7 @@ class Recorder(Tape, TorchDispatchMode):
             target.value, target.generation = base.value, store.generation
 
     def _refuse_shared(self, store: Store) -> None:
-        """Refuse to overwrite memory that the step reads under another name too."""
+        """Refuse to overwrite memory that the step also reads under another name."""
         if store.shared:
             value = store.base.value
             raise CaptureError(
@@ -462,7 +465,7 @@ class Recorder(Tape, TorchDispatchMode):
             )
 
     def _rebind(self, form: Form, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Record ``squeeze_`` and the like, which give a tensor another geometry: it becomes a view of what it was."""
+        """Record ``squeeze_`` and the like, which change a tensor's geometry: it becomes a view of its former self."""
         tensor = args[0]
         alias = self._alias(tensor)
         self._current(alias)

@@ -1,4 +1,4 @@
-"""Operators that no program has, and steps that fail: the module, the operator, and a remedy."""
+"""Refusals of operators that no program has, and of steps that fail: the module, the operator, and a remedy."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ _IN_TORCHS_WORDS: Final = (
         "call share_memory() before the capture",
     ),
 )
-"""Of torch's refusals of fake tensors: how they read, what the step did, and a remedy."""
+"""For each of torch's refusals of fake tensors: a pattern of its text, what the step did, and a remedy."""
 
 _BRANCHES: Final = ("cond", "while_loop")
-"""Operators that take functions, and choose by data which of them run, or how often."""
+"""Operators that take functions, and choose by data which functions run, or how often."""
 
 FAKE_ERRORS: Final = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-"""What torch's fake tensors raise where a result can't be known without the data."""
+"""The errors of torch's fake tensors where a result can't be known without the data."""
 
 REFUSED_AT_TIMES: Final = frozenset(
     {
@@ -63,7 +63,7 @@ REFUSED_AT_TIMES: Final = frozenset(
         torch.ops.aten.linalg_eig.default,
     }
 )
-"""Operators whose arguments, or what calls them, decide whether they are refused."""
+"""Operators that are refused or accepted by their arguments or by their caller."""
 
 _REMEDIES: Final[Mapping[str, str]] = {
     "aten.nonzero": "index with a mask of fixed shape: torch.where(mask, a, b), or multiply by the mask",
@@ -99,14 +99,14 @@ _UNSUPPORTED: Final[Mapping[str, tuple[str, str]]] = {
         "torch.autograd.functional.jvp(…, create_graph=True)",
     ),
 }
-"""Operators that no program has: what is wrong with each, and what to do."""
+"""Operators that no program has: the complaint about each, and a remedy."""
 
 
 def refuse_operator(func: object, scope: str, args: tuple[object, ...]) -> None:
-    """Raise where *func* can't be recorded.
+    """Raise if *func* can't be recorded.
 
     Raises:
-        CaptureError: it is a higher-order or a foreign operator, its result depends on data, or it is not supported.
+        CaptureError: *func* is higher-order, foreign or not supported, or its result depends on data.
     """
     complaint = _complaint(func, args) if isinstance(func, torch._ops.OpOverload) else _on_functions(func)
     if complaint is not None:
@@ -119,7 +119,7 @@ def refuse_operator(func: object, scope: str, args: tuple[object, ...]) -> None:
 
 
 def _on_functions(func: object) -> tuple[str, str]:
-    """What is wrong with an operator that takes functions, and what to do."""
+    """The complaint about an operator that takes functions, and a remedy."""
     if isinstance(func, torch._ops.HigherOrderOperator) and not func.name().startswith(_BRANCHES):
         return (
             f"{func} is an operator on functions, which programs don't have",
@@ -132,7 +132,7 @@ def _on_functions(func: object) -> tuple[str, str]:
 
 
 def _complaint(func: torch._ops.OpOverload, args: tuple[object, ...]) -> tuple[str, str] | None:
-    """What is wrong with an operator that takes these arguments, and what to do; None where nothing is."""
+    """The complaint about an operator with these arguments, and a remedy; None if it can be recorded."""
     name = f"{func.namespace}.{func._opname}"
     if func.namespace not in NAMESPACES and not operator_type(f"{name}.{func._overloadname}").registered:
         allowed = ", ".join(sorted(NAMESPACES))
@@ -178,19 +178,19 @@ def _complaint(func: torch._ops.OpOverload, args: tuple[object, ...]) -> tuple[s
 
 
 def _resizes_statistics(*args: Any) -> bool:
-    """Whether a fake quantization is one by channel, and has not got a scale for each yet."""
+    """Whether a fake quantization by channel has no scale for each channel yet."""
     x, scale, channels, by_channel = args[0], args[5], args[10], args[11:12]
     return by_channel == (True,) and scale.numel() != x.shape[channels]
 
 
 def _has_mask(indices: object) -> bool:
-    """Whether a tensor is indexed by a mask, which selects as many elements as it has ones."""
+    """Whether one of the *indices* is a mask, which selects as many elements as it has ones."""
     given = indices if isinstance(indices, (list, tuple)) else ()
     return any(isinstance(t, torch.Tensor) and t.dtype in (torch.bool, torch.uint8) for t in given)
 
 
 def failure(error: Exception) -> tuple[str, str]:
-    """What is wrong where a step failed as it was recorded, and what to do; an error of graphir's says both itself."""
+    """The complaint about a step that failed while it was recorded, and a remedy; an error of graphir's has both."""
     if isinstance(error, GraphirError):
         return error.what, error.fix
     said = str(error)
@@ -204,7 +204,7 @@ def failure(error: Exception) -> tuple[str, str]:
 
 
 def refused_by_fake(error: Exception, form: Form, scope: str) -> CaptureError:
-    """The error for what fake tensors can't compute."""
+    """The error to raise where fake tensors can't compute a result."""
     if isinstance(error, UnsupportedOperatorException):
         return CaptureError(
             f"torch can't tell the shape of what {form.type} makes without computing it",
@@ -219,8 +219,10 @@ def refused_by_fake(error: Exception, form: Form, scope: str) -> CaptureError:
 
 
 def refused_trace(scope: str) -> CaptureError:
-    """The error where the step traces a function: torch traces what the recorder asks for, and the recorder asks for
-    nothing where it remembers a result."""
+    """The error to raise where the step traces a function.
+
+    Torch would trace the operators that the recorder runs, and the recorder runs none where it remembers a result.
+    """
     return CaptureError(
         "the step traces a function, as make_fx, torch.func.linearize and operators such as cond and scan do",
         where=where(scope),

@@ -1,5 +1,8 @@
-"""What operators return on fake tensors: a repeated layer's results are made of the answer that :mod:`graphir.ir.infer`
-keeps, without asking PyTorch again."""
+"""The results of operators on fake tensors.
+
+PyTorch is asked once for each operator and geometry. A repeated layer's results are made from the answer that
+:mod:`graphir.ir.infer` keeps.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ _META: Final = torch.device("meta")
 
 
 def in_sequence(returned: Any) -> Sequence[Any]:
-    """What an operator returned, as a sequence also where it is one thing."""
+    """The results of an operator as a sequence, also if it returned a single one."""
     return returned if isinstance(returned, (tuple, list)) else (returned,)
 
 
@@ -34,13 +37,13 @@ class Results:
 
     Args:
         fake_mode: the mode.
-        here: path of the module that is running.
+        here: returns the path of the running module.
     """
 
     def __init__(self, fake_mode: FakeTensorMode, here: Callable[[], str]) -> None:
         self._here = here
         self._attributes = {**_attributes_of_a_fake(), "fake_mode": fake_mode}
-        # Convolutions choose their backend, and with that their layout, by these.
+        # Convolutions choose their backend, and with it the layout of their results, by these settings.
         self._surroundings = torch.get_num_threads(), torch.backends.mkldnn.enabled
 
     def of(
@@ -54,13 +57,13 @@ class Results:
         """What ``form.func(*args, **kwargs)`` returns.
 
         Args:
-            form: of the operator.
+            form: the operator's form.
             bound: its arguments in place.
-            geometries: of the tensors among them.
+            geometries: the geometries of the tensors in ``bound``.
             args, kwargs: its arguments; a device among them is the host.
 
         Raises:
-            CaptureError: its kernels are others than outside of the step.
+            CaptureError: the step has switched oneDNN, so the operator has other kernels than outside of the step.
         """
         if (
             form.by_onednn
@@ -114,6 +117,6 @@ class Results:
 
 @cache
 def _attributes_of_a_fake() -> dict[str, Any]:
-    """What torch writes onto a new fake tensor, but for its mode."""
+    """The attributes that torch gives a new fake tensor, except its mode."""
     sample = FakeTensor(fresh_fake_mode(), torch.empty(0, device=_META), _CPU)
     return {name: value for name, value in vars(sample).items() if name != "fake_mode"}

@@ -1,4 +1,4 @@
-"""Which module is running: a stack of module paths, kept where modules are called in the thread that records them."""
+"""Which module is running: a stack of module paths, followed in the thread that records."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Scopes"]
 
 
 class Scopes:
-    """The stack of the paths of the modules that are running, the outermost first.
+    """Knows which module of a model is running.
 
     Attributes:
-        current: path of the innermost running module; empty in the model itself, ``loss`` in the loss function.
-        failed: path of the innermost module that the last exception left, None while there was none.
+        current: path of the innermost running module; empty for the model itself, ``loss`` for the loss function.
+        failed: path of the innermost module that the last exception left; None if there was no exception.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -30,12 +30,12 @@ class Scopes:
 
     @contextlib.contextmanager
     def follow(self, count: Callable[[], int], claim: Callable[[torch.Tensor, str, int], None]) -> Iterator[None]:
-        """Keep the stack while modules run, and refuse those that can't be captured.
+        """While this is active, follow which module runs, and claim the outputs of modules.
 
         Args:
-            count: how many values have been made so far.
-            claim: called at the end of each module with a tensor that it returns, the name of that output, and the
-                number of values that had been made before it started.
+            count: returns how many values have been made so far.
+            claim: called when a module ends, for each tensor that it returns: with the tensor, the name of the output,
+                and the number of values that had been made before the module started.
         """
         run: Callable[..., Any] = torch.nn.Module.__call__
 
@@ -60,7 +60,7 @@ class Scopes:
             with replaced(torch.nn.Module, {"__call__": call}):
                 yield
         finally:
-            self._error = None  # its frames hold tensors in cycles with torch's graph, where no collector looks
+            self._error = None  # the error's frames hold tensors in cycles with torch's graph, which no collector finds
 
     def here(self) -> str:
         """The path of the innermost running module."""
@@ -68,7 +68,7 @@ class Scopes:
 
     @contextlib.contextmanager
     def inside(self, path: str) -> Iterator[None]:
-        """Treat what runs as part of *path*."""
+        """While this is active, *path* is the running module."""
         before, self.current = self.current, path
         try:
             yield

@@ -1,7 +1,8 @@
 """Seed ids: every random operator of a step has one, in the order of the calls.
 
-Before it runs, the generator is seeded with :func:`graphir.ir.seeds.mix` of the step, the replica and the seed id, so
-that what it draws depends on neither device, lane nor order. :func:`seeded` does the same to eager PyTorch.
+Before a random operator runs, the generator is seeded with :func:`graphir.ir.seeds.mix` of the step, the replica and
+the seed id. So the numbers that the operator draws depend on neither device, lane nor order. :func:`seeded` seeds eager
+PyTorch in the same way.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ __all__ = [
 class SeedIds:
     """Hands out seed ids 0, 1, 2, ….
 
-    Activation checkpointing saves the random state before a forward and restores it before it computes that forward
-    again; the ids follow, so that the recomputation draws the same numbers.
+    Activation checkpointing saves the random state before a forward, and restores it before it runs that forward
+    again. The ids are saved and restored too, so that the second run draws the same numbers.
 
     Attributes:
-        draws: whether numbers are drawn, and not only recorded.
+        draws: whether random operators draw numbers; false while a step is only recorded.
     """
 
     def __init__(self, draws: bool) -> None:
@@ -54,11 +55,11 @@ class SeedIds:
         return self._next - 1
 
     def save(self, state: torch.Tensor) -> None:
-        """Save the next id with a random state."""
+        """Save the next id under a random state."""
         self._saved[id(state)] = state, self._next
 
     def restore(self, state: torch.Tensor) -> None:
-        """Go back to the id that was saved with a random state."""
+        """Go back to the id that was saved under a random state."""
         if id(state) not in self._saved:
             raise CaptureError(
                 "the step restores a random state that it did not save",
@@ -71,7 +72,7 @@ class SeedIds:
 def rng_state_followed() -> Iterator[None]:
     """While this is active, ``torch.get_rng_state`` and ``set_rng_state`` save and restore the next id too.
 
-    They do where a mode with seed ids is active. While a step is recorded, they leave torch's random state alone.
+    Both do so only under a dispatch mode with seed ids. While a step is recorded, torch's random state is not restored.
     """
     get, restore = torch.random.get_rng_state, torch.random.set_rng_state
 
@@ -101,7 +102,7 @@ def rng_state_followed() -> Iterator[None]:
 
 
 def active_ids() -> SeedIds | None:
-    """Those of the innermost dispatch mode that has any; autograd's threads have the modes of whom they work for."""
+    """The seed ids of the innermost mode that has some; autograd's threads have the modes of their callers."""
     found = (getattr(mode, "seeds", None) for mode in reversed(_get_current_dispatch_mode_stack()))
     return next((ids for ids in found if isinstance(ids, SeedIds)), None)
 
@@ -131,7 +132,7 @@ def seeding_refused(scopes: Scopes) -> Iterator[None]:
 
 
 def own_generator(form: Form, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator | None:
-    """The generator that a call is given, unless it is torch's default one."""
+    """The generator that a call is given; None for torch's default one."""
     position = form.generator
     if position is None:
         return None
@@ -142,10 +143,10 @@ def own_generator(form: Form, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def refuse_generator(form: Form, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
-    """Raise where a call is given a generator, whose state a program would neither read nor advance.
+    """Refuse a call that is given a generator of its own: a program would neither read nor advance its state.
 
     Raises:
-        CaptureError: it is.
+        CaptureError: the call has such a generator.
     """
     if own_generator(form, args, kwargs) is not None:
         raise CaptureError(
@@ -156,10 +157,10 @@ def refuse_generator(form: Form, args: Sequence[Any], kwargs: Mapping[str, Any],
 
 
 def seedable(form: Form, where: str) -> torch._ops.OpOverload:
-    """The operator that does the same as a random one and takes a generator.
+    """The overload of a random operator that computes the same and takes a generator.
 
     Raises:
-        CaptureError: there is none, so that nothing can say what it draws.
+        CaptureError: there is none, so no seed could decide which numbers the operator draws.
     """
     if form.seedable is None:
         raise CaptureError(

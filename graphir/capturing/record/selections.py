@@ -1,6 +1,6 @@
-"""Selections by a mask that follows from sizes alone: how many elements it selects is known where the step is recorded.
+"""Selections by a mask with known values: the number of selected elements is known while the step is recorded.
 
-``similarities[~torch.eye(n, dtype=torch.bool)]`` leaves out the diagonal, in every step of these sizes.
+``similarities[~torch.eye(n, dtype=torch.bool)]`` leaves out the diagonal in every step of these sizes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _aten: Final = torch.ops.aten
 
 
 def masks_in(func: object, args: Sequence[Any]) -> list[Tensor]:
-    """The tensors whose numbers decide on the shape of what *func* returns; empty where none do."""
+    """The tensors whose numbers decide the shape of the result of *func*; empty if none do."""
     if func is _aten.index.Tensor:
         return [t for t in args[1] if isinstance(t, Tensor) and t.dtype == torch.bool]
     if func is _aten.masked_select.default:
@@ -27,15 +27,15 @@ def masks_in(func: object, args: Sequence[Any]) -> list[Tensor]:
 
 
 def selected(func: Any, args: Sequence[Any], known: Callable[[Tensor], Tensor]) -> Tensor:
-    """A fake tensor like what *func* returns.
+    """The result of *func* as a fake tensor.
 
     Args:
-        func: an operator with :func:`masks_in` its arguments.
-        args: these, with fake tensors.
-        known: what a mask holds.
+        func: an operator in whose arguments :func:`masks_in` finds masks.
+        args: the arguments, with fake tensors.
+        known: returns a real tensor with the numbers of a mask.
 
     Raises:
-        IndexError: a mask has another shape than what it selects from.
+        IndexError: the shape of a mask differs from that of the dimensions it selects from.
     """
     tensor: Tensor = args[0]
     if func is _aten.nonzero.default:
@@ -57,6 +57,6 @@ def selected(func: Any, args: Sequence[Any], known: Callable[[Tensor], Tensor]) 
 
 
 def _count(mask: Tensor, shape: Sequence[int] | None = None) -> int:
-    """How many elements of a tensor with data are not zero, once it is expanded to *shape*."""
+    """The number of nonzero elements of a real tensor, expanded to *shape*."""
     with _disable_current_modes():
         return int(torch.count_nonzero(mask if shape is None else mask.expand(shape)))

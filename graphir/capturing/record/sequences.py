@@ -1,7 +1,7 @@
-"""Sequences of several lengths: losses of CTC, and packed sequences.
+"""Sequences of several lengths: CTC losses, and packed sequences.
 
-Lengths that are Python integers are no data. Torch's C++ reads those of packed sequences out of a tensor's memory. A
-fake tensor has none: where its values are known, a real tensor is read in its place.
+Lengths that are Python integers are no data. Torch's C++ reads the lengths of packed sequences from a tensor's memory.
+A fake tensor has no memory: if its values are known, a real tensor is read in its place.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def is_ctc(func: object) -> bool:
 
 
 def record_ctc(tape: Tape, func: Any, args: Sequence[Any]) -> Any:
-    """Record a CTC loss, or its backward, as graphir's own type; returns what *func* would.
+    """Record a CTC loss, or its backward, as graphir's own type; returns the results of *func*.
 
     Args:
-        tape: records it.
+        tape: the tape that records the call.
         func: the operator.
         args: its arguments, with fake tensors of the recording.
     """
@@ -63,14 +63,14 @@ def _recorded(tape: Tape, type: str, tensors: Sequence[torch.Tensor], options: S
 
 
 def sequences(scopes: Scopes, known: Known) -> Handlers:
-    """Of what takes lengths: those that are Python integers, or whose values are known, are no data.
+    """Handlers of torch's functions that take lengths. Integers and tensors with known values are no data.
 
     Args:
-        scopes: which module runs.
-        known: what a tensor holds, if that is known; else None.
+        scopes: knows which module runs.
+        known: returns a real tensor with the numbers of a fake one; None if they are unknown.
 
     Raises:
-        CaptureError: the lengths of packed sequences are data.
+        CaptureError: by a handler, if the lengths of packed sequences are data.
     """
 
     def numbers(lengths: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ def sequences(scopes: Scopes, known: Known) -> Handlers:
         return _padded(data, integers(batch_sizes), batch_first, padding_value, total)
 
     def recurrent(function: Callable[..., Any], input: Any, second: Any, third: Any, fourth: Any, *args: Any) -> Any:
-        packed = not isinstance(fourth, bool)  # the sizes of batches come before the hidden state and the weights
+        packed = not isinstance(fourth, bool)  # the second argument is then the batch sizes
         return function(input, numbers(second) if packed else second, third, fourth, *args)
 
     torchs: Any = torch._C._VariableFunctions
@@ -111,11 +111,10 @@ def sequences(scopes: Scopes, known: Known) -> Handlers:
 
 
 def refuse_packed(frame: FrameType, scope: str) -> None:
-    """Raise where the code that runs in *frame*, which reads a number of data, is a recurrent module of torch: it reads
-    how many sequences a packed one holds.
+    """Refuse to let a recurrent module of torch read how many sequences a packed sequence holds.
 
     Raises:
-        CaptureError: it is.
+        CaptureError: the code that runs in *frame*, which reads a number out of a tensor, is such a module's.
     """
     if frame.f_code in _READERS:
         raise _lengths_are_data(scope)
@@ -143,7 +142,7 @@ def _ctc_loss(
     *options: Any,
     **named: Any,
 ) -> torch.Tensor:
-    """A CTC loss with lengths as tensors: those of all sequences alike follow the batch.
+    """A CTC loss whose lengths are tensors; if all lengths are equal, the tensor's size follows the batch.
 
     Torch divides by the lengths of targets, which as integers become numbers of the loss's type.
     """
@@ -156,7 +155,7 @@ def _ctc_loss(
 def _check_lengths(
     log_probs: torch.Tensor, targets: torch.Tensor, frames: Sequence[int], labels: Sequence[int]
 ) -> None:
-    """What torch's kernel asks of lengths; that the sizes are as large becomes a guard of the program.
+    """Check lengths as torch's kernel does; the comparisons with sizes become guards of the program.
 
     Raises:
         ValueError: torch would refuse the lengths.
@@ -176,7 +175,7 @@ def _lengths(given: Sequence[int]) -> torch.Tensor:
 
 
 class _Block(NamedTuple):
-    """Frames at which as many sequences go on: the first *rows*, which are the longest."""
+    """Consecutive frames with equally many sequences: the first *rows*, which are the longest."""
 
     first: int
     frames: int
@@ -205,7 +204,7 @@ def _blocks(lengths: list[int], batch: int, longest: int) -> list[_Block]:
 
 
 class _Pack(torch.autograd.Function):
-    """The frames of sequences, without what pads them, by the same copies as torch's."""
+    """The frames of sequences without their padding, by the same copies as in torch."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, blocks: list[_Block], batch_first: bool) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Recording a step whose batch norms have one value a channel, which torch refuses to normalise.
 
-It refuses in Python, before it calls an operator. A batch norm over several replicas has the others' values, too, so
-that a replica may have one.
+Torch refuses in Python, before it calls an operator. A batch norm over several replicas also has the values of the
+other replicas, so one replica may have a single value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 __all__ = ["REFUSAL", "single_values_allowed"]
 
 REFUSAL: Final = "Expected more than 1 value per channel when training"
-"""How torch's error begins."""
+"""The beginning of torch's error message."""
 
 _LOCK: Final = threading.Lock()
 

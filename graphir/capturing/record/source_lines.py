@@ -1,4 +1,4 @@
-"""Source lines: where in a user's code an operator was called, read from Python's stack while it runs."""
+"""Source lines: where in a user's code an operator was called, read from Python's stack while the operator runs."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _CAPTURE: Final = f"{Path(__file__).parents[1]}{os.sep}"
 _STANDARD: Final = f"{Path(os.__file__).parent}{os.sep}"
 
 _USERS, _MODULE, _FUNCTION, _PASSED, _END = range(5)
-"""Whose code a frame runs: a user's or a library's, a module's of torch, another's of ``torch.nn``, code of torch,
-Python or capture that is passed by, or that of the function beyond which nothing belongs to the step."""
+"""Whose code a frame runs, in this order: a user or a library; a module of torch; another function of ``torch.nn``;
+torch, Python or capture, which are skipped; the function that runs the step, at which the walk ends."""
 
 
 class SourceLines:
-    """Finds the line that called the operator which is running: the innermost outside of torch.
+    """Finds the line that called the running operator: the innermost line outside of torch.
 
-    Where torch's modules run by themselves, it is the innermost line of a module, and of ``torch.nn`` where a function
-    does. Each piece of code is judged once, so that what costs time is the walk over a handful of frames.
+    If there is none, the line is the innermost one of a module of torch, and else the innermost one of ``torch.nn``.
+    Each piece of code is judged once, so the cost is a walk over a handful of frames.
 
     Args:
         end: code of the function that runs the step.
@@ -42,7 +42,7 @@ class SourceLines:
         self._codes: dict[str, CodeType] = {}
 
     def current(self) -> str:
-        """``models/net.py:42``; empty where no such frame runs, as in most of a backward."""
+        """The line of the running operator, ``models/net.py:42``; empty without one, as in most of a backward."""
         return self.of_frame(sys._getframe(1))
 
     def of_frame(self, frame: FrameType | None) -> str:
@@ -68,8 +68,10 @@ class SourceLines:
         return "" if found is None else self._text(found.f_code, found.f_lasti, found.f_lineno)
 
     def of_error(self, error: BaseException) -> str:
-        """The line that raised *error*, as far as it has been handed on; of what graphir raises, the line that called
-        it."""
+        """The line that raised *error*, of the frames that the error has left so far.
+
+        For an error that graphir raises, it is the line that called graphir.
+        """
         places: dict[int, str] = {}
         trace = error.__traceback__
         while trace is not None:
@@ -82,7 +84,7 @@ class SourceLines:
         return places[min(places)] if places else ""
 
     def code_of(self, line: str) -> CodeType | None:
-        """The code that a line found here is of; None for an empty one."""
+        """The code that contains a line found here; None for an empty line."""
         return self._codes.get(line)
 
     @cached_property
@@ -100,7 +102,7 @@ class SourceLines:
 
 def _kind(frame: FrameType) -> int:
     path = frame.f_code.co_filename
-    if "__name__" not in frame.f_globals:  # torch made the code, of no module, to call or to trace something
+    if "__name__" not in frame.f_globals:  # torch generated the code, in no module, to call or to trace a function
         return _PASSED
     if path.startswith(_MODULES) and not path.endswith(_CALLS):
         return _MODULE
@@ -112,7 +114,7 @@ def _kind(frame: FrameType) -> int:
 
 @lru_cache(1024)
 def _shown(path: str, search: Sequence[str]) -> str:
-    """*path* without what is particular to a machine: relative to the folder that it is imported from."""
+    """*path* relative to the folder that it is imported from, so that it is the same on every machine."""
     if path.startswith("<"):
         return path
     file = Path(path).absolute()

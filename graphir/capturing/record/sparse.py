@@ -1,7 +1,7 @@
 """Sparse gradients of embeddings, each recorded as two dense values: indices and values.
 
-Autograd makes them by one operator, the backward of an embedding bag by another, and adds those of a parameter that is
-used more than once. Nothing else can be done with them.
+The backward of an embedding makes a sparse gradient by one operator, the backward of an embedding bag by another.
+Autograd adds the sparse gradients of a parameter that is used more than once. Any other use is refused.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _BAG: Final = _aten._embedding_bag_backward.default
 
 
 class SparseValue(NamedTuple):
-    """A sparse gradient of a matrix: ``values[k]`` belongs to its row ``indices[0, k]``."""
+    """A sparse gradient of a matrix: ``values[k]`` belongs to the matrix's row ``indices[0, k]``."""
 
     indices: Value
     values: Value
 
 
 class SparseTensors:
-    """The sparse tensors of a step, and what they show.
+    """The sparse tensors of a step, and the two values of each.
 
     Attributes:
-        gradients: those of parameters, by the index of the parameter's value.
+        gradients: the gradients of parameters, by the index of the parameter's value.
     """
 
     def __init__(self) -> None:
@@ -44,11 +44,11 @@ class SparseTensors:
         self.gradients: dict[int, SparseValue] = {}
 
     def finish(self, tape: Tape, param: Value, tensor: torch.Tensor) -> None:
-        """Note the gradient of a parameter, in values that are no other gradient's.
+        """Note the gradient of a parameter, in values that belong to no other gradient.
 
-        Indices may be a view of an input of the step; the gradient's are a copy, so that they can live elsewhere.
-        Values with gaps are a copy without, as autograd leaves them in ``param.grad``: torch adds others in another
-        order.
+        If the indices are a view of an input of the step, the gradient gets a copy, which can live elsewhere.
+        Values with gaps are copied without gaps, as autograd leaves them in ``param.grad``: torch would add values with
+        gaps in another order.
         """
         indices, values = self._read(tensor)
         if indices.root.phase == "forward":
@@ -71,10 +71,10 @@ class SparseTensors:
         return bool(self._shown) and any(id(arg) in self._shown for arg in args)
 
     def call(self, tape: Tape, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], scope: str) -> Any:
-        """Record such a call; returns its fake result.
+        """Record a call that makes or takes a sparse tensor; returns its fake result.
 
         Raises:
-            CaptureError: it does something else with sparse tensors than to make or to add them.
+            CaptureError: the call neither makes nor adds sparse tensors.
         """
         if func is _MAKE:
             _, _, size, indices, values = args

@@ -1,4 +1,4 @@
-"""What stands for the tensors that a step starts from while it is recorded: fakes that the recorder knows by name."""
+"""Fakes that stand for the tensors that a step starts from; the recorder knows them by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["attribute_paths", "fake_leaves", "fake_state"]
 
 
 def attribute_paths(model: torch.nn.Module) -> Callable[[torch.Tensor], str]:
-    """Finds the path of a tensor that is a plain attribute of a module, or in a list or dict that is one."""
+    """A function that finds the path of a tensor in a plain attribute of a module, or in a list or dict there."""
 
     def path_of(tensor: torch.Tensor) -> str:
         for path, module in model.named_modules():
@@ -45,7 +45,7 @@ def fake_state(
 ) -> tuple[dict[int, torch.Tensor], dict[str, Value]]:
     """Fakes of parameters and buffers by the ``id`` of the tensor, and their first versions by blob.
 
-    *shared* is what :func:`.intake.state.overlaps` finds among these and the arguments.
+    *shared* is the result of :func:`.intake.state.overlaps` for the parameters, buffers and arguments.
     """
     fakes, values = {}, {}
     for name, kind, tensor in state.tensors:
@@ -62,7 +62,7 @@ def fake_state(
 def fake_leaves(
     leaves: Sequence[Leaf], dims: Dims, accumulate: int, recorder: Recorder, shared: Mapping[str, str]
 ) -> tuple[list[Any], list[Value | None]]:
-    """What the step is given for each leaf, *accumulate* micro-batches long, and its value, if it is a tensor.
+    """For each leaf the argument of the step, *accumulate* micro-batches long, and its value; None for no tensor.
 
     See :func:`fake_state` for *shared*.
     """
@@ -90,7 +90,7 @@ def fake_leaves(
 
 
 def _strides(tensor: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides for *shape*, laid out as *tensor* is; one with gaps keeps its own."""
+    """Strides for *shape* in the layout of *tensor*; for a tensor with gaps, the tensor's own strides."""
     if tensor.is_contiguous():
         return contiguous_strides(shape)
     strides = tensor.stride()

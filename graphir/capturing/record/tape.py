@@ -1,7 +1,7 @@
-"""The tape: a step as calls on values that never change, and the memory through which the step sees these.
+"""The tape: a step as calls on values that never change, and the memory through which the step sees the values.
 
-A tensor of the step shows one value after another, as it is overwritten. The tape knows which one it shows now, makes
-views anew where their memory has changed, and says of each call which module, line and phase it belongs to.
+A tensor of the step shows one value after another, as it is overwritten. The tape knows the value that each tensor
+shows now, and makes a view again after a write to its memory. Each call has a module, a source line and a phase.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Tape:
         calls: in order.
         values: every value, externals first, at its index.
         phase: forward, backward or update.
-        seeds: of the operators that draw random numbers.
-        extents: what the step makes of its sizes, and asks about them.
-        scopes: which module runs.
+        seeds: hands out the seed ids of random operators.
+        extents: the sizes that the step asks for, and its tests of them.
+        scopes: knows which module runs.
 
     Args:
-        named: whether calls and values get names, modules and lines.
+        named: whether names, modules and source lines are followed.
     """
 
     def __init__(self, fake_mode: FakeTensorMode, scopes: Scopes, lines: SourceLines, named: bool) -> None:
@@ -72,26 +72,26 @@ class Tape:
         return self._results.empty(Geometry(tuple(shape), tuple(strides), 0, dtype))
 
     def external(self, tensor: torch.Tensor, name: str, kind: str, shared: str = "") -> Value:
-        """Make a fake tensor known as a parameter, buffer, constant or input; for *shared* see :class:`.Store`."""
+        """Add a fake tensor as a parameter, buffer, constant or input; for *shared* see :class:`.Store`."""
         value = self._value(tensor, name, "", follows_input=kind == "input")
         value.kind = kind
         self._memory.add_base(tensor, value, kind in ("param", "buffer", "state"), shared)
         return value
 
     def release(self) -> None:
-        """Forget the step, once it is recorded: what refers to itself would have to be found by the collector."""
+        """Forget the step. Its objects refer to each other, so only the garbage collector would free them."""
         self._memory.release()
         self.calls, self.values, self._owners, self._belonging = [], [], {}, Belonging()
 
     def here(self) -> str:
-        """The module whose code runs, as errors say it."""
+        """The module whose code runs, in the words of errors."""
         return where(self.scopes.current)
 
     # How far the step is.
 
     @contextlib.contextmanager
     def follow_step(self) -> Iterator[None]:
-        """Note what sizes the step tests; where it is named, know which module runs, and name what that returns."""
+        """While this is active, note tests of sizes; in a named recording, follow modules and name their outputs."""
         with contextlib.ExitStack() as stack:
             if self._named:
                 stack.enter_context(self.scopes.follow(lambda: len(self.values), self.claim))
@@ -105,14 +105,14 @@ class Tape:
             value.edge = None
 
     def exchanges(self) -> Handlers:
-        """Of ``x.data = …``: a step that exchanges a tensor's memory is refused."""
+        """The handler of ``x.data = …``, which refuses a step that gives a tensor other memory."""
         return self._memory.exchanges()
 
     def end_forward(self) -> None:
-        """Check that the forward has changed tensors by operators alone, in the recording that is named.
+        """In a named recording, check that the forward has changed tensors by operators alone.
 
         Raises:
-            CaptureError: it gave a tensor other memory (``x.data = …``).
+            CaptureError: the forward gave a tensor other memory (``x.data = …``).
         """
         if self._named:
             self._memory.check_unexchanged()
@@ -121,8 +121,8 @@ class Tape:
         """From here on, operators belong to the backward of the forward value whose gradient is being computed.
 
         Returns:
-            Each forward value that has a gradient, and where that arrives: its tensor, or an edge of the graph. Of the
-            values that operators made, those of the current micro-batch.
+            Each forward value that has a gradient, and where the gradient arrives: a tensor, or an edge of the graph.
+            Values that operators made for earlier micro-batches are left out.
         """
         seen = (alias for alias in self._memory if alias.value.index >= self._first or alias.value.root.kind)
         found = list(differentiable(seen, self.values))
@@ -132,7 +132,7 @@ class Tape:
             if node is not None:
                 self._owners.setdefault(node._sequence_nr(), value)
                 if isinstance(node, torch.autograd.function.BackwardCFunction):
-                    functions[node._sequence_nr()] = value  # the last result, which needs all calls before
+                    functions[node._sequence_nr()] = value  # the last result, made after all calls
                 if type(node).__name__ == "CheckpointFunctionBackward":
                     raise CaptureError(
                         "reentrant checkpointing runs a backward of its own inside the backward",
@@ -144,11 +144,11 @@ class Tape:
         return found
 
     def end_backward(self, first: int, gradients: Sequence[tuple[Value, Value]]) -> None:
-        """Note which values the calls of the backward belong to.
+        """Find the values that the calls of the backward belong to.
 
         Args:
             first: position of the micro-batch's first call.
-            gradients: values, and what their gradients are.
+            gradients: values and their gradients.
         """
         forward = [call for call in self.calls[first:] if call.phase == "forward"]
         self._belonging.end_backward(forward, gradients)
@@ -171,13 +171,13 @@ class Tape:
         return self._current(self._alias(tensor))
 
     def window(self, value: Value) -> torch.Tensor:
-        """A new tensor that shows *value*; what is done to it is done to no other tensor."""
+        """A new tensor that shows *value*, with memory of its own: a write to it changes no other tensor."""
         tensor = self.fake(value.shape, value.strides, value.dtype)
         self._memory.add_base(tensor, value, persistent=False)
         return tensor
 
     def claim(self, tensor: torch.Tensor, name: str, before: int) -> None:
-        """Name what a module returns after it, if an operator made it while the module ran."""
+        """Name the output of a module after the module, if an operator made it while the module ran."""
         alias = self._memory.find(tensor)
         if alias is not None and alias.generation == alias.store.generation:
             value = alias.value
@@ -185,7 +185,7 @@ class Tape:
                 value.claim = name
 
     def is_known(self, tensor: torch.Tensor) -> bool:
-        """Whether what a tensor holds follows from sizes and literals alone."""
+        """Whether the numbers in a tensor follow from sizes and literals alone."""
         alias = self._memory.find(tensor)
         return alias is not None and alias.generation == alias.store.generation and alias.value.known
 
@@ -213,7 +213,7 @@ class Tape:
             alias.generation = alias.store.generation
         return alias.value
 
-    # Calls that the step did not make itself.
+    # Calls that capture adds.
 
     def apply(self, func: Any, *args: Any, **kwargs: Any) -> Value:
         """Record a call as :meth:`emit` does; returns the one value that it makes."""
@@ -223,13 +223,14 @@ class Tape:
     def emit(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Value]:
         """Record a call of *func*; returns the values that it makes.
 
-        The tensors that it makes are no windows on the step's memory. To be used while the dispatcher calls, or in
-        :meth:`.recorder.Recorder.unseen`; elsewhere the dispatcher would record the call too.
+        The resulting tensors are no windows on the step's memory. To be used while the recorder's
+        ``__torch_dispatch__`` runs, or in :meth:`.recorder.Recorder.unseen`: elsewhere the call is recorded twice.
 
         Args:
             func: the operator.
-            args: its arguments, values in the place of tensors; a tensor of the step stands for what it shows now.
-            kwargs: those by keyword, none of them a tensor.
+            args: its arguments; values take the place of tensors, and a tensor of the step stands for the value that it
+                shows now.
+            kwargs: its keyword arguments, none of them a tensor.
         """
         form = form_of(func)
         known = {id(arg.tensor): arg for arg in args if isinstance(arg, Value)}
@@ -262,7 +263,7 @@ class Tape:
         args: Mapping[str, Arg],
         made: Sequence[torch.Tensor],
     ) -> tuple[Value, ...]:
-        """Record a call of one of graphir's own types, which makes values like the fake tensors *made*."""
+        """Record a call of one of graphir's own types; returns values with the geometry of the tensors *made*."""
         call, source = self._call_of(type, inputs, operands, args)
         for tensor in made:
             label = type.removeprefix("graphir.").removesuffix("_backward")
@@ -276,7 +277,7 @@ class Tape:
 
     def _record(self, form: Form, bound: BoundArguments, inputs: tuple[Value, ...], out: Any, replay: Replay) -> None:
         if form.default_dtype and (out.is_floating_point() or out.is_complex()):
-            bound.args.setdefault("dtype", to_symbol(out.dtype))  # where the program runs, the default may be another
+            bound.args.setdefault("dtype", to_symbol(out.dtype))  # the default may differ where the program runs
         call, source = self._call(form, bound, inputs)
         self.calls.append(call)
         if isinstance(out, torch.Tensor):
@@ -335,7 +336,7 @@ class Tape:
         return value
 
     def _call(self, form: Form, bound: BoundArguments, inputs: tuple[Value, ...]) -> tuple[RecordedCall, Value | None]:
-        """A call still without outputs, and the forward value whose gradient it helps to compute."""
+        """A new call, still without outputs, and the forward value whose gradient the call helps to compute."""
         type, seed = form.type, None
         if form.draws(bound.args):
             type, seed = form_of(seedable(form, self.here())).type, self.seeds.take()
@@ -358,9 +359,10 @@ class Tape:
         return call, source
 
     def _line(self, source: Value | None, inputs: Sequence[Value]) -> str:
-        """The source line of what is running; of a backward that torch runs, that of its forward.
+        """The source line that is running; in a backward that torch runs, the line of the forward.
 
-        Where capture itself adds losses up, or divides them, it is the line of what it reads. Empty where nobody asks.
+        For a call that capture itself adds, such as a sum of losses, it is the line that made an operand. It is empty
+        in a recording without names.
         """
         if not self._named:
             return ""
@@ -380,10 +382,11 @@ class Tape:
         return self._origin(())[1]
 
     def _origin(self, inputs: Sequence[Value]) -> tuple[Value | None, str]:
-        """Whose gradient is being computed, and the module that an operator belongs to.
+        """The forward value whose gradient is computed, and the module that an operator belongs to.
 
-        Autograd has nodes that made no value that the step saw, as those of a view of overwritten memory, and runs some
-        operators outside of nodes, as the one that makes the loss's gradient. They belong to what they read.
+        Some nodes of autograd have no value that the step saw, such as a view of overwritten memory. Some operators run
+        outside of nodes, such as the one that makes the loss's gradient. These operators belong to the owner and the
+        module of their operands.
         """
         scope = self.scopes.current
         if self.phase == "forward" or scope:

@@ -1,7 +1,7 @@
-"""What tells a step its sizes: methods of fake tensors, which give extents in the thread that records it.
+"""The methods of fake tensors that tell a step its sizes: in the thread that records, the sizes are extents.
 
-Some tests of sizes torch makes by itself: where a slice ends, and how many tensors a split has. They are noted here.
-What Python makes of an integer without asking it is not: ``len``, and how many numbers a ``range`` has.
+Torch itself tests some sizes: where a slice ends, and how many tensors a split has. These tests are noted here. Uses of
+an integer that call none of its methods are not noted: ``len``, and how many numbers a ``range`` has.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class ToldSizes:
     """The sizes that the fake tensors of one recording tell.
 
     Args:
-        extents: what is made of them and asked about them.
-        find: the alias of a tensor, if it belongs to the recording.
+        extents: note the sizes and the tests of them.
+        find: returns the alias of a tensor; None if the tensor is not of the recording.
     """
 
     def __init__(self, extents: Extents, find: Callable[[torch.Tensor], Alias | None]) -> None:
@@ -86,7 +86,7 @@ class ToldSizes:
             self._extents.seen = before
 
     def _value(self, tensor: torch.Tensor) -> Value | None:
-        """The value that a tensor shows, if it belongs to the recording and has the value's shape."""
+        """The value that a tensor of the recording shows; None if the shapes differ, or for any other tensor."""
         alias = self._find(tensor) if self._extents.seen else None
         return alias.value if alias is not None and alias.value.shape == _shape_of(tensor) else None
 
@@ -107,7 +107,7 @@ class ToldSizes:
         return offset if value is None or value.offset != offset else self._extents.axis(value, 0, offset, "offset")
 
     def _sliced(self, tensor: torch.Tensor, index: Any) -> None:
-        """Note on which side of a tensor's size a slice starts and ends: what is beyond the end is left out."""
+        """Note whether the bounds of a slice lie within the tensor's size: torch clamps a bound beyond the end."""
         items = index if isinstance(index, tuple) else (index,)
         if not any(type(item) is slice for item in items) or self._value(tensor) is None:
             return
@@ -131,7 +131,7 @@ class ToldSizes:
 
 
 def _dims_of(item: Any) -> int:
-    """How many dimensions of a tensor an item of an index is about; an ellipsis: those that are left."""
+    """How many dimensions of a tensor an item of an index takes; 0 for an ellipsis, which takes the rest."""
     if item is None or item is Ellipsis or isinstance(item, bool):
         return 0
     return item.dim() if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8) else 1

@@ -1,7 +1,7 @@
-"""What a recording is made of: values, the calls that make them, and the memory through which PyTorch sees them.
+"""The parts of a recording: values, the calls that make them, and the memory through which PyTorch sees them.
 
-PyTorch's tensors are windows on memory that in-place operators overwrite; a program's values never change. So a
-recording keeps two things apart::
+PyTorch's tensors are windows on memory that in-place operators overwrite. A program's values never change. So a
+recording keeps memory and values apart::
 
     tensor ──Alias──▶ Store (memory, with a generation that every write raises)
                 │
@@ -28,23 +28,23 @@ class Value:
     """One value of the program, before it has a name.
 
     Attributes:
-        index: position in the order of making; equal values of two recordings have equal indices.
-        tensor: a fake tensor of its geometry; of an overwritten tensor, the one that held it.
-        geometry: of that tensor.
-        offset: elements from the first of its root to its own first.
-        root: the value whose storage holds the bytes; itself unless this is a view.
-        label: the operator's name as users know it, such as ``relu``; the whole name for inputs and state.
+        index: position in the order in which values are made; a value has the same index in every recording.
+        tensor: a fake tensor of its geometry; after a write, still the tensor that showed the value.
+        geometry: the geometry of ``tensor``.
+        offset: distance of its first element from the first element of its root, in elements.
+        root: the value whose storage holds the bytes: the base of a view, the first version of state, else itself.
+        label: the operator's name as users know it, such as ``relu``; for inputs and state, the whole name.
         scope: path of the module that made it.
-        claim: path of the module whose output it is, if any.
-        kind: ``param``, ``buffer``, ``state``, ``constant``, ``input``, or empty for what an operator made.
-        version: how often the blob was overwritten before, for state.
+        claim: the name that it has as a module's output, such as ``layer1``; None if it is no output.
+        kind: ``param``, ``buffer``, ``state``, ``constant``, ``input``; empty for an operator's result.
+        version: for state, how often the blob was overwritten before.
         follows_input: whether it depends on an input of the step.
-        known: it follows from sizes and literals alone, so that every step makes the same.
-        phase: in which it was made.
-        source: the forward value whose gradient was being computed when a backward operator made this one.
-        call: the call that made it.
-        edge: where its gradient arrives, once the tensor that held it was overwritten.
-        prefix: of its name: of the micro-batch that it belongs to.
+        known: whether it follows from sizes and literals alone, so that every step makes the same numbers.
+        phase: the phase in which it was made.
+        source: for a result of a backward operator, the forward value whose gradient the operator helps to compute.
+        call: the call that made it; None for values from outside of the step.
+        edge: the tensor or edge of autograd's graph where its gradient arrives; None if unknown.
+        prefix: the part of its name that says the micro-batch.
     """
 
     __slots__ = (
@@ -83,23 +83,23 @@ class Value:
         self.prefix = ""
 
     def release(self) -> None:
-        """Forget what refers to this value in turn: the collector would have to find it."""
+        """Break reference cycles through this value, which only the garbage collector would free."""
         self.call = self.source = self.edge = None
         del self.root
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of its tensor."""
+        """The shape of its tensor."""
         return self.geometry.shape
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of its tensor."""
+        """The strides of its tensor."""
         return self.geometry.strides
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its tensor."""
+        """The element type of its tensor."""
         return self.geometry.dtype
 
     @property
@@ -114,9 +114,10 @@ class RecordedCall:
     Attributes:
         type: such as ``aten.addmm.default``.
         inputs: the values read, by the pattern ``operands``.
-        outputs: the values made, by the pattern ``results``; then those overwritten without being returned.
+        outputs: the values made, by the pattern ``results``; then new versions of state that the operator overwrites
+            but does not return.
         args: the other arguments, without defaults.
-        line: of the user's code, as in ``Operator.source``.
+        line: the source line in the user's code, as in ``Operator.source``.
         of: the forward value that the call belongs to, as in ``Operator.of``.
     """
 
@@ -141,7 +142,7 @@ class RecordedCall:
 
     @property
     def pattern(self) -> tuple[object, ...]:
-        """All but its sizes: what has to be the same in every recording of a step."""
+        """The parts of a call that are the same in every recording of a step: all but its sizes."""
         return (
             self.type,
             self.operands,
@@ -159,9 +160,9 @@ class Store:
     Attributes:
         base: the alias that covers all of it.
         generation: raised by every write.
-        persistent: it outlives the step (parameters, buffers), so that writes to it are kept as writes.
-        shared: the name of another tensor that may have some of the same memory, outside of the recording.
-        storage: torch's, kept alive, so that its ``key`` stays its own.
+        persistent: whether it outlives the step (parameters, buffers), so that writes to it are recorded as writes.
+        shared: the name of another tensor whose real memory may overlap; empty if there is none.
+        storage: torch's storage, kept alive, so that no other store gets its ``key``.
     """
 
     __slots__ = ("base", "generation", "key", "persistent", "shared", "storage")
@@ -177,12 +178,12 @@ class Alias:
     """A tensor, the memory it looks at, and the value it showed last.
 
     Attributes:
-        tensor: kept alive, so that its ``id`` stays its own.
-        value: what it showed in ``generation`` of ``store``.
-        parent: the alias that it is a view of.
-        replay: makes the view again; None where it shows all that its parent shows.
+        tensor: the tensor, kept alive, so that no other tensor gets its ``id``.
+        value: the value that the tensor showed in ``generation`` of ``store``.
+        parent: the alias that it is a view of; None for the base.
+        replay: makes the view again; None if it shows the same value as its parent.
         position: which result of ``replay`` it is.
-        geometry: the tensor's, as operators have left it.
+        geometry: the tensor's geometry, as operators have left it.
     """
 
     __slots__ = ("generation", "geometry", "parent", "position", "replay", "store", "tensor", "value")
@@ -197,12 +198,12 @@ class Alias:
 
     @property
     def is_exchanged(self) -> bool:
-        """Whether the tensor was given other memory, or another geometry, without an operator: ``x.data = …``."""
+        """Whether the tensor got other memory or another geometry without an operator: ``x.data = …``."""
         tensor = self.tensor
         return tensor.untyped_storage()._cdata != self.store.key or geometry_of(tensor) != self.geometry
 
     @property
     def is_base(self) -> bool:
-        """Whether it covers all of the memory, in the base's own geometry."""
+        """Whether the tensor covers all of the memory, in the base's own geometry."""
         base = self.store.base
         return self is base or self.geometry == base.geometry

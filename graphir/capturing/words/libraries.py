@@ -1,4 +1,4 @@
-"""Remedies where the refused line is a library's: nobody is told to edit code that is installed."""
+"""Remedies for refused lines of installed libraries: no remedy tells a user to edit a library."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ LAYER_DROP: Final = (
 
 
 class Outside(str):
-    """A remedy that does not change the refused line: an argument, a configuration, or what to do before a capture."""
+    """A remedy that does not change the refused line: an argument, a configuration, or a call before the capture."""
 
     __slots__ = ()
 
 
 def library_of(code: CodeType | None) -> str:
-    """The installed package that *code* is of, such as ``transformers``; empty for a user's own."""
+    """The installed package that contains *code*, such as ``transformers``; empty for a user's own code."""
     if code is None:
         return ""
     path = code.co_filename
@@ -49,7 +49,7 @@ def remedy(code: CodeType | None, fix: str) -> str:
     """What a user can do about a line of *code*.
 
     Args:
-        code: that the refused line is of; None where no line is known.
+        code: the code that contains the refused line; None where the line is unknown.
         fix: the remedy for code of the user's own.
     """
     library = library_of(code)

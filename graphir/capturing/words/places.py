@@ -39,5 +39,5 @@ def described(kind: str, name: str) -> str:
 
 
 def in_short(error: Exception) -> str:
-    """The error's type, and its first line if it has one."""
+    """The error's type, and the first line of its message if there is one."""
     return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
