@@ -67,57 +67,59 @@ def capture(
 
     The step is run on fake tensors: nothing is computed, and the model, its gradients, hooks and the random state are
     left as they are. Parameters, buffers and optimizer state are copied into ``program.state``. Gradients are those
-    of this step alone, as after ``optimizer.zero_grad()``. A capture in another thread is waited for, also by
-    ``os.fork``.
+    of this step alone, as after ``optimizer.zero_grad()``. Captures take turns: a second thread that captures waits,
+    and so does ``os.fork``.
 
     Args:
-        model: as it is: in training or evaluation mode; or an exported program, of which ``torch.export.unflatten``
-            makes a module.
-        inputs: its positional arguments; tensors in tuples, lists and dicts, numbers, strings, None.
-        kwargs: its keyword arguments.
-        targets: what the loss is given after the model's output.
+        model: a module, in the training or evaluation mode that it is in; or an exported program, which
+            ``torch.export.unflatten`` turns into a module.
+        inputs: the model's positional arguments; tensors in tuples, lists and dicts, numbers, strings, None.
+        kwargs: the model's keyword arguments.
+        targets: arguments of the loss, after the model's output.
         loss: called with the output and the targets; returns a scalar tensor, or a dict of them, which is summed.
-            Without it the program is a forward only and returns the model's outputs; see *backward*.
+            Without a loss the program is a forward only and returns the model's outputs; see *backward*.
         optimizer: SGD, Adam, AdamW, Adagrad, RMSprop or SparseAdam; without it the parameters' gradients are outputs.
-            A session given it (``Session(…, optimizer=optimizer)``) reads its numbers before each step. A model in
-            evaluation mode with dropout or batch norm is told by a TrainingWarning.
-        backward: without a loss, whether the step has a backward. It is given one argument more, after the inputs: a
-            tuple of the gradients of those outputs that need one, in their order, each laid out as its output. It
-            returns a pair: the model's outputs, and a dict of the gradients of those inputs that require one, by the
-            names of their blobs. The parameters' gradients are outputs, as without an optimizer. Positions, such as
-            ``[0, 2]``, are those of the outputs that have a gradient, among the leaves of all; True: all that need one.
-            Hooks on parameters are for those to call who take the gradients, as autograd does.
-        output: called with what the model returns; the step returns what it returns, such as ``lambda out:
-            out.logits`` of an output that also holds a cache. Without a loss, which takes the model's output itself.
+            A session that is given the optimizer (``Session(…, optimizer=optimizer)``) reads the optimizer's numbers
+            before each step. A TrainingWarning names a model in evaluation mode that has dropout or batch norm.
+        backward: without a loss, whether the step has a backward. The step then takes one more argument, after the
+            inputs: a tuple of the gradients of the outputs that need one, in the order of the outputs, each laid out as
+            its output. The step returns a pair: the model's outputs, and a dict of the gradients of the inputs that
+            require one, by the names of the inputs' blobs. The parameters' gradients are outputs, as without an
+            optimizer. True: all outputs that need a gradient are given one. Positions among the leaves of all outputs,
+            such as ``[0, 2]``: these outputs are given one. The step runs no hooks on parameters: whoever takes the
+            gradients calls them, as autograd does.
+        output: a function of the model's output, whose result the step returns, such as ``lambda out: out.logits``
+            where the output also holds a cache. Only without a loss: a loss takes the model's output itself.
         batch_dims: which dimension of each tensor is the batch: an int; None for a tensor that is passed whole; or
-            a dict that names dimensions, such as ``{0: "batch", 1: "length"}``. One for all, or a tree of them over
+            a dict that names dimensions, such as ``{0: "batch", 1: "length"}``. One for all tensors, or a tree over
             ``(inputs, kwargs, targets)``. By default dimension 0 of every tensor whose dimension 0 is as long as the
             first input's. The dimension ``batch`` is split over replicas, the others are passed whole to each.
         clip_grad_norm: the largest norm of the gradients together, as ``torch.nn.utils.clip_grad_norm_`` clips them
-            before the update; those of the optimizer's parameters, without one those of all.
-        clip_grad_value: the largest magnitude of each of their elements, as ``clip_grad_value_`` clips them.
-        accumulate: into how many micro-batches the batch is cut; each has a forward and a backward of its own, and
-            the gradients of ``loss / accumulate`` are added up. The step's loss is the sum of these losses.
+            before the update. The gradients are those of the optimizer's parameters; without an optimizer, of all.
+        clip_grad_value: the largest magnitude of an element of these gradients, as ``clip_grad_value_`` clips it.
+        accumulate: the number of micro-batches that the batch is cut into; each has a forward and a backward of its
+            own, and the gradients of ``loss / accumulate`` are added up. The step's loss is the sum of these losses.
         loss_scale: a number by which the loss is multiplied before the backward and the gradients are divided
             afterwards; or a ``torch.amp.GradScaler`` that is enabled, whose scale, growth and skipped steps become part
             of the program.
         allow_changes: attributes that the step may change because they only keep books, such as
             ``("counter", "layers.0.counter")``. Where the step reads one, the program has its value at capture.
-        target: the kind of device that the step is recorded for, ``"cpu"`` or ``"cuda"``, wherever that is done. For
-            CUDA ``torch.autocast`` has CUDA's casts, for the host's device type too, which tensors have while they are
-            recorded; an optimizer that names no form has CUDA's; and ``program.caveats`` says what only the device
-            knows. By default CUDA where autocast for CUDA is entered, in the step or around the capture; else the host.
+        target: the kind of device that the step is recorded for, ``"cpu"`` or ``"cuda"``, whatever machine records it.
+            For CUDA, ``torch.autocast`` has CUDA's casts, also where it is entered for the host's device type, which
+            recorded tensors have; an optimizer that names no form has CUDA's form; and ``program.caveats`` lists the
+            facts that only the device knows. By default CUDA where autocast for CUDA is entered, in the step or around
+            the capture; else the host.
         sizes: further sizes that the program has to cover, such as ``[{"batch": 64}, {"batch": 128}]``; a dimension
-            that is left out is as captured. The step is recorded once more at each and compared with the program. A
-            program that is loaded from a file runs at them, whatever Python asks of sizes.
+            that is left out has its captured size. The step is recorded once more at each and compared with the
+            program. A program that is loaded from a file runs at these sizes, whatever Python asks about sizes.
         name: of the program; by default the class's name in lower case.
 
     Returns:
-        A program without prefixes, on ``gpu:0``, whose sizes follow the dimension ``batch`` and those that
-        *batch_dims* names, or whose ``covers`` says why they don't.
+        A program without prefixes, on ``gpu:0``. Its sizes follow the dimension ``batch`` and the dimensions that
+        *batch_dims* names, or ``program.covers`` says why they don't.
 
     Raises:
-        CoverageError: the step is another one at some of *sizes*.
+        CoverageError: the step differs from the program at some of *sizes*.
         CaptureError: the step depends on data in a way that no program can express, or something is not supported.
         VerifyError: the captured program breaks an invariant of the IR, which is a defect of graphir.
     """
@@ -189,7 +191,7 @@ def capture(
 
 
 def _positions(backward: object) -> tuple[int, ...] | None:
-    """Of the outputs that have a gradient; None where it is not said which."""
+    """The positions of the outputs that are given a gradient; None where the caller names none."""
     if type(backward) is bool:
         return None
     positions = tuple(backward) if isinstance(backward, list | tuple) else ()
@@ -203,9 +205,10 @@ def _positions(backward: object) -> tuple[int, ...] | None:
 
 @contextlib.contextmanager
 def _capturing(model: torch.nn.Module) -> Iterator[None]:
-    """What recordings of *model* run in: no others beside, and nothing that records or compiles on its own."""
-    with_gradients = torch.is_grad_enabled()  # to leave inference mode is to enable them
-    fork_waits_for(LOCK, _alone)  # a forked process would be in the capture for ever
+    """While this is active, only this thread captures and runs *model*; the garbage collector, inference mode and
+    ``torch.compile`` are off."""
+    with_gradients = torch.is_grad_enabled()  # leaving inference mode enables gradients
+    fork_waits_for(LOCK, _alone)  # a process that is forked during a capture would never leave it
     with (
         _alone,
         run_here_alone(model),
@@ -218,7 +221,7 @@ def _capturing(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _shared(state: ModelState, arguments: Arguments) -> Mapping[str, str]:
-    """Which arguments share memory with others or with the state; a tensor that is given twice is one argument."""
+    """Arguments and state that share memory: by the name of each, the name of another. A tensor given twice is one."""
     given = {id(leaf.tensor): (described("input", leaf.name), leaf.tensor) for leaf in reversed(arguments.leaves)}
     named = [(name, tensor) for name, tensor in reversed(given.values()) if tensor is not None]
     return overlaps([*named, *((described(kind, name), tensor) for name, kind, tensor in state.tensors)])
@@ -242,7 +245,7 @@ def _program_of(
         groups=with_forms_of_cuda(groups) if step.target.is_cuda else groups,
     )
     recording = followed.sizes.recording
-    # What is known is a literal, of which each step makes another tensor.
+    # A known constant is a literal: each step makes a new tensor of it.
     constants = {named[v.index]: t for v, t in recording.constants if v.kind == "constant" and not v.known}
     outline = Outline(tuple(named), outcome(recording), len(recording.calls), constants)
     points = [*followed.sizes.grid.points, *followed.covers.recorded]

@@ -1,4 +1,4 @@
-"""Eager PyTorch as a captured step runs it: the random numbers that it draws, and the factorisations that it takes."""
+"""Eager PyTorch with the random numbers and the factorisations of a captured step."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = ["DrawsMode", "seeded", "seeded_step", "values_computed_alone"]
 
 
 class DrawsMode(TorchDispatchMode):
-    """While it is active, random operators draw from the generators that it gives them, in this thread.
+    """A mode in which the random operators of this thread draw from generators that the mode chooses.
 
-    Generators that a call is given are used as they are. A subclass says in :meth:`generator` which one comes next.
+    A generator that a call passes is used as it is. A subclass chooses the next generator in :meth:`generator`.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class DrawsMode(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if torch.is_inference_mode_enabled() and _is_made_of_others(func):
-            with self:  # in inference mode torch shows composite operators whole, and not what they draw
+            with self:  # in inference mode torch shows a composite operator as one call and hides its draws
                 return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         if _is_random(func):
             form = form_of(func)
@@ -51,7 +51,7 @@ class DrawsMode(TorchDispatchMode):
         return func(*args[: form.generator], **kwargs)
 
     def generator(self, place: torch.device) -> torch.Generator:
-        """What the next random operator on a device draws from."""
+        """The generator of the next random operator on a device."""
         raise NotImplementedError
 
 
@@ -67,8 +67,10 @@ def _is_made_of_others(func: Any) -> bool:
 
 @contextlib.contextmanager
 def values_computed_alone() -> Iterator[None]:
-    """While this is active, torch's functions compute singular values and eigenvalues where modes draw as they do where
-    none is active: within a mode torch computes vectors too, which rounds otherwise."""
+    """While this is active, torch's functions for singular values and eigenvalues ignore a :class:`DrawsMode`.
+
+    Within a mode torch computes vectors too, which rounds differently.
+    """
 
     def outside(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

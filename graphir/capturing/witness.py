@@ -1,8 +1,8 @@
 """A witness of a program: the captured step, recorded once more at sizes that no recording had.
 
-Recordings at a few sizes, and what the step asks of the sizes that it is told, show most of what Python makes of them,
-but not what it makes of plain integers: ``int(n) > 100``, a table by sizes, ``len(x)``. At one size all of that shows:
-the step is recorded there, and is, or is not, what the program says at that size. ::
+Recordings at a few sizes, with the step's questions about sizes, show most of what Python computes with sizes. They do
+not show what Python computes with plain integers: ``int(n) > 100``, a table by sizes, ``len(x)``. A recording at a size
+shows all of that for this size. So the witness records the step there and compares the recording with the program. ::
 
     recordings at 8, 19, 1 ──▶ program ──at batch 128──▶ operators, arguments, sizes ─┐
     the step ──────────────recorded at batch 128──────▶ operators, arguments, sizes ──┴─▶ equal, or a CoverageError
@@ -47,7 +47,7 @@ _NO_STATE: Final = ModelState((), {}, {})
 
 
 class _Difference(NamedTuple):
-    """Where a recording is not the program: at which sizes, how, in which module, and the program's operator."""
+    """A difference of a recording from the program: the sizes, what differs, the module, and the program's operator."""
 
     point: str
     how: str
@@ -56,15 +56,15 @@ class _Difference(NamedTuple):
 
 
 class StepWitness:
-    """Compares a program with the step that it was captured from, at any size, each once.
+    """Compares a program with the step that it was captured from, once for each combination of sizes.
 
     Args:
-        step: what was captured.
-        allowed: names of the attributes that it may change.
-        program: what became of it.
-        outline: of its recording.
-        recorded: sizes of the dimensions at which it was recorded and was the same step.
-        alone: what a recording runs in.
+        step: the captured step.
+        allowed: names of the attributes that the step may change.
+        program: the captured program.
+        outline: of the program's recording.
+        recorded: sizes at which the step was recorded and was the program's.
+        alone: the context in which a model is recorded.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class StepWitness:
         """Raise where the step at these sizes is not the program's.
 
         Args:
-            dims: of one replica: the value of each dimension, without prefix; the captured ones of those left out.
+            dims: the sizes of one replica, by dimension, without prefix; a dimension left out has its captured size.
 
         Raises:
-            CoverageError: says which operator is another one.
+            CoverageError: names the operator that differs.
             CaptureError: another thread runs the module, so that it can't be recorded now.
         """
         point = self._point(dims)
@@ -103,17 +103,17 @@ class StepWitness:
             raise self._refusal(found, "; a session without witness would run it as it is")
 
     def recorded(self, dims: Dims) -> Program:
-        """The step at sizes at which it is another one than the program's, with the program's update.
+        """A program of the step at sizes where the step differs from the captured program, with that program's update.
 
         Args:
-            dims: as above; the batch is one of the program's dimensions.
+            dims: as in :meth:`__call__`; the batch is one of the program's dimensions.
 
         Returns:
-            A program of fixed sizes, whose ``dims`` has the batch. It has no state of its own.
+            A program of fixed sizes without state, whose ``dims`` has the batch.
 
         Raises:
-            CoverageError: the step can't be recorded there, reads other constants there, or is not the one that was
-                captured any more.
+            CoverageError: the step can't be recorded at these sizes, reads other constants there, or has changed since
+                the capture.
         """
         captured = self._step.arguments.dims
         changed = self._compared(captured)
@@ -142,13 +142,13 @@ class StepWitness:
 
     @property
     def changed(self) -> Mapping[Hashable, object]:
-        """What the step changes and a capture has put back; see :class:`.isolate.attributes.AllowedChanges`."""
+        """The changes of the step that a capture has put back; see :class:`.isolate.attributes.AllowedChanges`."""
         return self._step.allowed.changed
 
     def lend(self) -> Mapping[str, torch.Tensor]:
         """The tensors that the step reads as constants, by their blobs, for plans that read them where they are.
 
-        What they hold by then is right, so it is not compared from now on.
+        From now on their values count as right and are not compared.
         """
         self._lent = {name: tensor.detach() for name, tensor in self._outline.constants.items() if _is_plain(tensor)}
         return self._lent
@@ -157,7 +157,7 @@ class StepWitness:
         return tuple([dims.get(dim, captured) for dim, captured in self._step.arguments.dims.items()])
 
     def _compared(self, dims: Dims) -> _Difference | None:
-        """Record the step at these sizes; why it is not the program's, if it is not.
+        """Record the step at these sizes, and return how it differs from the program; None if it does not.
 
         Raises:
             CaptureError: another thread runs the module.
@@ -169,7 +169,7 @@ class StepWitness:
                 return _unrecordable(dims, e)
 
     def _read(self, dims: Dims, read: Callable[[Step, Recording], _T], named: bool = False) -> _T:
-        """What is read of the step as it is now, recorded at these sizes.
+        """The result of *read* on a recording, at these sizes, of the step as it is now.
 
         Raises:
             CaptureError: no program can express the step.
@@ -217,7 +217,7 @@ class StepWitness:
         return None
 
     def _holds(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a constant of a recording is the program's of that name."""
+        """Whether a constant of a recording equals the program's constant *name*."""
         if name in self._lent and tensor is self._outline.constants[name]:
             return True
         ours = self._program.state.get(name)
@@ -265,7 +265,7 @@ class StepWitness:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor are what its memory holds."""
+    """Whether a tensor's memory holds its elements: there is memory, and no pending conjugation or negation."""
     return has_data(tensor) and not (tensor.is_conj() or tensor.is_neg())
 
 
@@ -282,7 +282,7 @@ def _unrecordable(dims: Dims, error: CaptureError) -> _Difference:
 
 
 def _without_data(arguments: Arguments) -> Arguments:
-    """The arguments, their tensors without data: one for each, as they stand in for one another by identity."""
+    """The arguments, with a tensor without data in the place of each tensor; a tensor given twice stays one."""
     made: dict[int, torch.Tensor] = {}
     leaves = []
     for leaf in arguments.leaves:
@@ -295,7 +295,7 @@ def _without_data(arguments: Arguments) -> Arguments:
 
 
 def _bound(arg: Arg | None, dims: Dims) -> Arg | None:
-    if isinstance(arg, Polynomial):  # which is a tuple, too
+    if isinstance(arg, Polynomial):  # asked first: a Polynomial is a tuple, too
         return bind(arg, dims)
     return tuple([_bound(item, dims) for item in arg]) if isinstance(arg, tuple) else arg
 
@@ -303,6 +303,6 @@ def _bound(arg: Arg | None, dims: Dims) -> Arg | None:
 def _same_arg(ours: Arg | None, its: Arg | None, call: RecordedCall) -> bool:
     if repr(ours) == repr(its):  # NaN is the same as NaN
         return True
-    # There a size as a float means the same as an integer.
+    # To a floating-point operator a size means the same as a float and as an integer.
     numbers = isinstance(ours, int | float) and isinstance(its, int | float)
     return numbers and ours == its and is_floating_anyway(call)

@@ -34,7 +34,7 @@ class Leaf(NamedTuple):
 
     @property
     def batch_dim(self) -> int | None:
-        """The dimension along which it is split over replicas."""
+        """The dimension along which the leaf is split over replicas; None if it is passed whole."""
         return next((d for d, name in self.dims.items() if name == BATCH), None)
 
     @property
@@ -65,7 +65,7 @@ class Arguments(NamedTuple):
 
     @property
     def positional(self) -> int:
-        """How many leaves, from the first on, the positional arguments have."""
+        """The number of leaves of the positional arguments, which come first."""
         return self.spec.child(0).num_leaves
 
     def with_tuple(self, count: int) -> Arguments:
@@ -87,10 +87,10 @@ def read_arguments(
     loss: Callable[..., Any] | None,
     batch_dims: Any,
 ) -> Arguments:
-    """Take the arguments apart.
+    """The arguments of a step, as leaves with names and named dimensions.
 
     Raises:
-        CaptureError: they are of a kind that programs don't have, or the named dimensions don't fit them.
+        CaptureError: an argument is of a kind that programs don't have, or *batch_dims* does not fit the arguments.
     """
     for name, value in (("inputs", inputs), ("targets", targets)):
         if not isinstance(value, (tuple, list)):

@@ -29,7 +29,7 @@ def read_dims(
     """The named dimensions of each leaf; *leaves* are names and values in the order of ``((inputs, targets), kwargs)``.
 
     Raises:
-        CaptureError: *batch_dims* has another form than the arguments, or names what can't be.
+        CaptureError: *batch_dims* does not fit the arguments, or names a dimension in a way that is not allowed.
     """
     if batch_dims is None:
         return _by_length(inputs, kwargs, [value for _, value in leaves])
@@ -37,7 +37,7 @@ def read_dims(
     ours = pytree.tree_structure((inputs, kwargs, targets))
     try:
         flat = pytree._broadcast_to_and_flatten(batch_dims, ours, is_leaf=_is_names)
-    except RecursionError:  # it contains itself
+    except RecursionError:  # batch_dims contains itself
         flat = None
     if flat is None or not all(d is None or type(d) is int or _is_names(d) for d in flat):
         raise CaptureError("batch_dims does not fit the arguments", fix=_FIX)
@@ -59,12 +59,12 @@ def read_dims(
 
 
 def _is_names(tree: Any) -> bool:
-    """Whether this is the names of one tensor's dimensions, and no container of such."""
+    """Whether *tree* names the dimensions of one tensor, and is no container of such names."""
     return isinstance(tree, dict) and bool(tree) and all(isinstance(name, str) for name in tree.values())
 
 
 def _by_length(inputs: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[Any]) -> list[dict[int, str]]:
-    """Dimension 0 of every tensor that is as long as the first one."""
+    """The default: dimension 0 is the batch of every tensor that is as long there as the first tensor."""
     given = pytree.tree_leaves((inputs, kwargs))
     first = next((t for t in given if isinstance(t, torch.Tensor)), None)
     if first is None or first.dim() == 0:

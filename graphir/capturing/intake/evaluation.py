@@ -1,4 +1,4 @@
-"""Training steps of models in evaluation mode, in which ``from_pretrained`` leaves them."""
+"""A warning about training steps of models in evaluation mode, such as ``from_pretrained`` returns."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def warn_of_evaluation(model: nn.Module) -> None:
 
 
 def _is_changed(module: nn.Module) -> bool:
-    """Whether training mode changes what a module computes: it drops, or normalises by statistics that it keeps."""
+    """Whether training mode changes what a module computes: the module drops values, or keeps running statistics."""
     if isinstance(module, nn.modules.batchnorm._NormBase):
         return module.track_running_stats
     return any(isinstance(rate, (int, float)) and rate > 0 for rate in _rates(module))
 
 
 def _rates(module: nn.Module) -> Iterator[object]:
-    """With which probability a module drops."""
+    """The probabilities with which a module drops values; of an ``RReLU``, the width of its random range."""
     if "drop" in type(module).__name__.lower() or type(module).__name__ == "StochasticDepth":
         yield from [getattr(module, name, None) for name in ("p", "drop_prob")]
     if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):

@@ -1,10 +1,9 @@
 """The optimizer's update as graphir's own operators, one per parameter.
 
-Each is bit for bit what ``torch.optim`` does in its for-loop form, in its ``foreach`` form, which is the default on
-CUDA, or in its ``fused`` form. State that torch makes in the first step
-exists here from the start: a momentum buffer that was never written is -0.0, to which adding a gradient gives that
-gradient, signs of zeros included; and since torch does not dampen the first gradient, the dampening of the next one is
-state too.
+Each operator computes, bit for bit, what ``torch.optim`` computes in its for-loop form, in its ``foreach`` form (the
+default on CUDA) or in its ``fused`` form. State that torch makes in the first step exists here from the start. A
+momentum buffer that was never written is -0.0: adding a gradient to -0.0 gives that gradient, signs of zeros included.
+torch does not dampen the first gradient, so the dampening of the next gradient is state, too.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ class OptimizerState(NamedTuple):
     """One tensor of the optimizer's state.
 
     Attributes:
-        key: the operator's parameter, which is also the optimizer's own name for it; ``next_dampening`` is ours alone.
-        tensor: its value before the first step.
-        strides: of its blob.
-        on_host: it lives on the cpu.
+        key: the name of the operator's parameter and of the optimizer's state; ``next_dampening`` is graphir's alone.
+        tensor: the value before the first step.
+        strides: of the state's blob.
+        on_host: whether the state lives on the CPU.
     """
 
     key: str
@@ -44,15 +43,15 @@ class OptimizerState(NamedTuple):
 
 
 class ParamUpdate(NamedTuple):
-    """What happens to one parameter.
+    """The update of one parameter.
 
     Attributes:
-        param: its blob.
+        param: the parameter's blob.
         type: of the operator.
         args: of the operator.
-        numbers: its other numbers, which are operands, as they are now.
+        numbers: the present values of numbers that are operands, the learning rate apart.
         state: in the order of the operator's parameters.
-        started: the optimizer holds state for it already.
+        started: whether the optimizer already holds state of the parameter.
     """
 
     param: str
@@ -66,7 +65,7 @@ class ParamUpdate(NamedTuple):
 class Group(NamedTuple):
     """A parameter group: its parameters' blobs, its options (``lr`` among them), and the updates.
 
-    ``numbers`` are those that move from step to step, beside the learning rate.
+    ``numbers`` are the names of the numbers that move from step to step, the learning rate apart.
     """
 
     params: tuple[str, ...]
@@ -82,7 +81,7 @@ def read_optimizer(optimizer: object, blobs: Mapping[int, str]) -> tuple[Group, 
     """The optimizer's groups.
 
     Args:
-        optimizer: not changed.
+        optimizer: is only read.
         blobs: the blob of each of the model's parameters, by the ``id`` of the tensor.
 
     Raises:
@@ -106,7 +105,7 @@ def read_optimizer(optimizer: object, blobs: Mapping[int, str]) -> tuple[Group, 
 
 
 def with_forms_of_cuda(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """The *groups* of an optimizer on CUDA: where a group names no form, torch updates it by lists."""
+    """The *groups* with the forms of CUDA: torch updates a group that names no form by lists."""
     return tuple([group if _names_form(group.options) else _by_lists(group) for group in groups])
 
 
@@ -157,15 +156,15 @@ def _group(optimizer: torch.optim.Optimizer, i: int, group: Mapping[str, Any], b
 
 
 def with_layout(update: ParamUpdate, sparse: bool, alone: bool) -> ParamUpdate:
-    """*update* by a gradient of this layout.
+    """*update* with the operator for a dense or a sparse gradient.
 
     Args:
-        update: as it is for a dense gradient.
-        sparse: whether the gradient is.
-        alone: whether torch makes the update by itself even where it makes others by lists.
+        update: the update by a dense gradient.
+        sparse: whether the gradient is sparse.
+        alone: whether torch updates the parameter in its for-loop even where it updates others by lists.
 
     Raises:
-        CaptureError: torch does not update by such a gradient, or with momentum, whose buffer would be sparse.
+        CaptureError: torch does not update by such a gradient, or updates with momentum, whose buffer would be sparse.
     """
     ours = operator_type(update.type).sparse or None
     if alone and update.args.get("form") == "foreach":
@@ -209,8 +208,10 @@ def _check_param(name: str, param: torch.Tensor, place: str) -> None:
 
 
 def _check_fused_sgd(name: str, param: torch.Tensor, options: Mapping[str, Any], place: str) -> None:
-    """Refuse what torch's kernel on the CPU does not compute: it takes the buffers of 16-bit types for twice as long as
-    they are, and does not write the parameters."""
+    """Refuse ``fused=True`` for 16-bit parameters that are not on a GPU.
+
+    torch's kernel on the CPU takes their buffers to be twice as long as they are, and does not write the parameters.
+    """
     half = param.dtype in (torch.float16, torch.bfloat16) and param.device.type != "cuda"
     if options.get("fused") and half and param.requires_grad:
         kind = str(param.dtype).removeprefix("torch.")
@@ -234,7 +235,7 @@ def _update(
     numbers = {name: value for name, value in now if name + NOW in taken and _may_move(name, value)}
     args: dict[str, Arg] = {}
     for p in params:
-        if p.kind != "value" or p.name in MOVED:  # a number that is no operand is 0, which is the default
+        if p.kind != "value" or p.name in MOVED:  # a moved number that is no operand is 0, its default
             continue
         if (value := type(p.default)(values[p.name])) != p.default:
             args[p.name] = value
@@ -245,7 +246,7 @@ def _update(
 
 
 def _may_move(name: str, value: Any) -> bool:
-    """Whether a number is an operand: torch treats a momentum and a weight decay of 0 otherwise, but no betas."""
+    """Whether a number is an operand: torch computes differently for a momentum or weight decay of 0, but no beta."""
     return value != 0 or name.startswith("beta")
 
 
@@ -278,7 +279,7 @@ def _is_like(value: object, param: torch.Tensor, shape: torch.Size) -> bool:
 
 
 def _shape(key: str, param: torch.Tensor) -> torch.Size:
-    """The shape of a parameter's state: that of the parameter, or a number a row."""
+    """The shape of a parameter's state: that of the parameter, or one number for each row."""
     return param.shape[:1] if key == "row_sum" else param.shape
 
 
@@ -299,7 +300,7 @@ def _state(key: str, first: float, param: torch.Tensor, kept: Mapping[str, Any],
     whole = shape == param.shape and not param.is_contiguous()
     strides = torch.empty_like(param, device="meta").stride() if whole else contiguous_strides(shape)
     if value is None or not (has_data(param) and has_data(value)):
-        # One element, shown as often as there are any: sessions have tensors of their own.
+        # One element, expanded to the shape: sessions make tensors of their own.
         filled = torch.full((), first, dtype=param.dtype, device=param.device).expand(shape)
         return OptimizerState(key, filled, strides, False)
     held = torch.empty_like(param.detach()) if whole else param.detach().new_empty(shape)
@@ -311,8 +312,9 @@ class _Rule(NamedTuple):
 
     Attributes:
         type: of the operator.
-        args: the operator's arguments that are not options of that name.
-        state: what the optimizer keeps, in the order of the operator's parameters, and its value before the first step.
+        args: arguments of the operator that are no options of the same name.
+        state: names of the optimizer's state, in the order of the operator's parameters, and the values before the
+            first step.
         late: the state that torch may make later than the rest.
     """
 
@@ -345,7 +347,7 @@ def _adamw(options: _Options, defaults: _Options, kept: _Options) -> _Rule:
 
 
 def _adagrad(options: _Options, defaults: _Options, kept: _Options) -> _Rule:
-    # Where its constructor's state is gone, torch makes it anew by the defaults, not by the group's options.
+    # If the state of Adagrad's constructor is gone, torch makes it from the defaults, not from the group's options.
     return _Rule("graphir.adagrad", {}, {"sum": float(defaults["initial_accumulator_value"]), "step": 0.0})
 
 
@@ -373,4 +375,4 @@ _RULES: Final[Mapping[type[torch.optim.Optimizer], Callable[[_Options, _Options,
     torch.optim.SparseAdam: _sparse_adam,
     RowWiseAdagrad: _row_wise_adagrad,
 }
-"""For each class, its rule, given a group's options, the optimizer's defaults, and what it keeps of the parameter."""
+"""By class, the function from a group's options, the optimizer's defaults and the parameter's state to the rule."""

@@ -22,8 +22,8 @@ class LossScaler(NamedTuple):
     Attributes:
         scale: ``f32[]``.
         growth_tracker: ``i32[]``; steps since the scale last changed or a gradient was not finite.
-        growth_factor, backoff_factor: by which the scale is multiplied.
-        growth_interval: after how many finite steps the scale grows.
+        growth_factor, backoff_factor: factors by which the scale grows and shrinks.
+        growth_interval: the number of finite steps after which the scale grows.
     """
 
     scale: torch.Tensor
@@ -37,10 +37,10 @@ class Options(NamedTuple):
     """What a step does to its loss and gradients, see :func:`.capture`.
 
     Attributes:
-        clip_grad_norm: the largest norm of all gradients together; None: any.
-        clip_grad_value: the largest magnitude of a gradient's element; None: any.
+        clip_grad_norm: the largest norm of all gradients together; None: no limit.
+        clip_grad_value: the largest magnitude of a gradient's element; None: no limit.
         accumulate: the number of micro-batches.
-        loss_scale: a constant factor of the loss, or what chooses it; None: 1.
+        loss_scale: a constant factor of the loss, or the scaler that chooses the factor; None: 1.
     """
 
     clip_grad_norm: float | None = None
@@ -58,15 +58,15 @@ def read_options(
     backward: bool,
     optimizer: bool,
 ) -> Options:
-    """Check the arguments of ``capture`` that have these names.
+    """The options of a capture, from the arguments of ``capture`` that have these names.
 
     Args:
         clip_grad_norm, clip_grad_value, accumulate, loss_scale: as given.
-        backward: there is a loss.
-        optimizer: there is an optimizer.
+        backward: whether there is a loss.
+        optimizer: whether there is an optimizer.
 
     Raises:
-        CaptureError: one of them is not what it can be, or does not go with the others.
+        CaptureError: an argument has a wrong type or value, or does not go with the others.
     """
     norm = _positive("clip_grad_norm", clip_grad_norm)
     value = _positive("clip_grad_value", clip_grad_value)
@@ -108,7 +108,7 @@ def _loss_scale(given: object, optimizer: bool) -> float | LossScaler | None:
             )
         return _positive("loss_scale", given)
     if not given.is_enabled():
-        # torch disables one that was made where there is no such device, and nothing tells it from one made so.
+        # torch disables a scaler for a device that is missing. It looks like a scaler that was disabled on purpose.
         raise CaptureError(
             "loss_scale is a GradScaler that is disabled, as torch makes GradScaler('cuda') where there is no GPU: the "
             "program would not scale the loss",
@@ -131,10 +131,10 @@ def _loss_scale(given: object, optimizer: bool) -> float | LossScaler | None:
 
 
 def refuse_model(model: object, taker: str = "capture") -> None:
-    """Raise where *model* is nothing that *taker* can capture, before anything of it is touched.
+    """Raise if *taker* can't capture *model*, before anything of the model is touched.
 
     Raises:
-        CaptureError: it is no module, or one of its modules was compiled by TorchScript.
+        CaptureError: *model* is no module, or one of its modules was compiled by TorchScript.
     """
     if not isinstance(model, torch.nn.Module):
         kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
@@ -157,10 +157,10 @@ def read_sizes(sizes: Iterable[Mapping[str, int]], dims: Dims, fixed: str) -> li
     Args:
         sizes: as they were given.
         dims: the captured value of each dimension of the program.
-        fixed: why sizes don't follow others.
+        fixed: why sizes don't follow other dimensions.
 
     Raises:
-        CaptureError: they name no dimension of the program, or what is no size.
+        CaptureError: a name is no dimension of the program, or a number is no size.
     """
     found: list[Dims] = []
     for given in sizes:
@@ -176,10 +176,10 @@ def read_sizes(sizes: Iterable[Mapping[str, int]], dims: Dims, fixed: str) -> li
 
 
 def refuse_loss(loss: object, targets: object) -> None:
-    """Raise where *loss* is nothing that could be called with the model's output and the *targets*.
+    """Raise if *loss* can't be called with the model's output and the *targets*.
 
     Raises:
-        CaptureError: it is no function, or a module's class; or it takes more or fewer arguments.
+        CaptureError: *loss* is no function, or a module's class, or takes more or fewer arguments.
     """
     if isinstance(loss, type) and issubclass(loss, torch.nn.Module):
         raise CaptureError(f"loss is the class {loss.__name__}, not a loss", fix=f"make one: loss={loss.__name__}()")
@@ -192,7 +192,7 @@ def refuse_loss(loss: object, targets: object) -> None:
         return
     try:
         signature = inspect.signature(loss.forward if isinstance(loss, torch.nn.Module) else loss)
-    except (TypeError, ValueError):  # a function of C's
+    except (TypeError, ValueError):  # a function in C without signature
         return
     try:
         signature.bind(None, *targets)
@@ -204,10 +204,10 @@ def refuse_loss(loss: object, targets: object) -> None:
 
 
 def refuse_output(output: object, loss: object) -> None:
-    """Raise where *output* is nothing that could be called with what the model returns, or a *loss* is given too.
+    """Raise if *output* can't be called with the model's output, or a *loss* is given too.
 
     Raises:
-        CaptureError: it is no function; or the step returns the loss.
+        CaptureError: *output* is no function, or the step returns the loss.
     """
     if output is not None and not callable(output):
         raise CaptureError(

@@ -12,7 +12,7 @@ __all__ = ["snapshot", "snapshots"]
 
 
 def snapshot(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the host's memory, of its own and with the same strides."""
+    """A copy in memory of its own on the host, with the same strides."""
     span = torch.empty(reach_of(tensor), dtype=tensor.dtype, device="cpu")
     # All memory from the first element to the last as one row, gaps included.
     span.copy_(tensor.detach().as_strided(span.shape, (1,)))

@@ -1,4 +1,4 @@
-"""What a step starts from: the model"s parameters and buffers, and which tensors share memory."""
+"""What a step starts from: the model's parameters and buffers, and which tensors share memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def read_state(model: torch.nn.Module, hooked: bool = False) -> ModelState:
 
     Args:
         model: the module.
-        hooked: whether parameters may have hooks on their gradients, since the step adds up none.
+        hooked: whether parameters may have hooks on their gradients, as in a step that accumulates none.
 
     Raises:
         CaptureError: a tensor is of a kind that programs don't have, has hooks, or shares memory with another one.
@@ -103,10 +103,10 @@ def has_data(tensor: torch.Tensor) -> bool:
 
 
 def overlaps(tensors: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, str]:
-    """Of each tensor that another one may share memory with, by its name, the name of such a one.
+    """Tensors that may share memory: by the name of each, the name of another one.
 
-    What counts is the memory from a tensor's first element to its last, gaps included, whoever owns it: numpy's arrays
-    have a storage for each tensor made of them. Tensors without elements share none, nor do those on meta.
+    The memory of a tensor reaches from its first element to its last, gaps included. Storages do not count: each tensor
+    that is made of one numpy array has another storage. Tensors without elements and tensors on meta share no memory.
     """
     spans: dict[object, list[tuple[int, int, str]]] = {}
     for name, tensor in tensors:
@@ -125,12 +125,12 @@ def overlaps(tensors: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, str]:
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, int]:
-    """Which memory a tensor is in, and where it begins there, in bytes; a fake tensor has its storage's alone."""
+    """The memory that a tensor lies in, and its first byte there; the memory of a fake tensor is its storage."""
     if isinstance(tensor, FakeTensor):
         return tensor.untyped_storage()._cdata, int(tensor.storage_offset()) * tensor.itemsize
     return tensor.device, tensor.data_ptr()
 
 
 def reach_of(tensor: torch.Tensor) -> int:
-    """Elements from the tensor's first to its last, gaps included."""
+    """The number of elements from the tensor's first to its last, gaps included."""
     return reach(tensor.shape, tensor.stride())

@@ -43,8 +43,8 @@ def _text(key: Any) -> str:
 def tuple_of(parts: Iterable[pytree.TreeSpec]) -> pytree.TreeSpec:
     """The structure of a tuple of values that have these structures.
 
-    Structures are put together, not values without their tensors: a container may take apart what it makes of None or
-    of numbers into other leaves, as a cache of transformers does.
+    Structures are combined, not values with None or numbers in the place of tensors: a container that is rebuilt from
+    placeholders may have other leaves, as a cache of transformers does.
     """
     return pytree.TreeSpec(tuple, None, list(parts))
 
@@ -53,7 +53,7 @@ def written_structure(spec: pytree.TreeSpec, what: str) -> str:
     """A structure as JSON.
 
     Raises:
-        CaptureError: JSON has no form for it; *what* says whose it is.
+        CaptureError: JSON has no form for the structure of *what*.
     """
     try:
         return pytree.treespec_dumps(spec)

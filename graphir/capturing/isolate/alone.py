@@ -1,7 +1,8 @@
-"""One rule for other threads: while a module is captured, none of them runs it.
+"""One rule for other threads: while a module is captured, no other thread runs it.
 
-They may read it, copy it and save it: parameters, buffers and what is replaced in torch are theirs all the time
-(:mod:`.tables`, :mod:`.patches`). A call of the module in another thread is not waited for. It refuses the capture.
+Other threads may read, copy and save the module: its parameters and buffers (:mod:`.tables`) and torch's attributes
+(:mod:`.patches`) are as without a capture for them. A call of the module in another thread is not waited for: the
+capture is refused.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ _CALLS: Final = frozenset({torch.nn.Module._wrapped_call_impl.__code__, torch.nn
 
 @contextlib.contextmanager
 def run_here_alone(model: torch.nn.Module) -> Iterator[None]:
-    """Refuse where another thread runs *model*, or a module of it, when this begins or before it ends.
+    """Refuse if another thread runs *model* or one of its modules when this context begins, or before it ends.
 
     Raises:
-        CaptureError: another thread does.
+        CaptureError: another thread runs one of them.
     """
     modules = {id(module): module for module in model.modules()}
     run: Callable[..., Any] = torch.nn.Module._wrapped_call_impl
@@ -61,7 +62,7 @@ def run_here_alone(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _is_inside(frame: FrameType | None, modules: dict[int, torch.nn.Module]) -> bool:
-    """Whether a call of one of the modules is among *frame* and those that called it."""
+    """Whether a call of one of the modules is among *frame* and its callers."""
     while frame is not None:
         if frame.f_code in _CALLS and id(frame.f_locals.get("self")) in modules:
             return True

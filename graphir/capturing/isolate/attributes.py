@@ -1,7 +1,7 @@
-"""What modules keep besides parameters and buffers: a step that changes it is noticed, and all of it put back.
+"""Attributes of modules besides parameters and buffers: a step that changes one is noticed, and all are put back.
 
-Looked into are attributes of modules and of objects of users' classes, and the lists, dicts, sets, deques and tuples in
-them. What other objects keep shows where it makes the next recording another one, and stays as recordings leave it.
+Compared are attributes of modules and of objects of users' classes, and the lists, dicts, sets, deques and tuples in
+them. The contents of other objects stay as recordings leave them: a change shows if the next recording differs by it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 TABLES: Final = ("_parameters", "_buffers")
-"""Attributes of every module that hold its tensors, not attributes of its author's."""
+"""Attributes that hold the tensors of any module, and do not come from its author."""
 
 
 class AllowedChanges:
@@ -40,12 +40,13 @@ class AllowedChanges:
         names: of the attributes, after the paths of their modules.
 
     Attributes:
-        changed: all that the step has changed, in these ways or in one that leaves the next step the same: attributes
-            of modules by name; those of objects, entries of dicts and items of lists by the holder's ``id`` and their
-            name, key or position; other containers by ``id``; with the holder, so that nothing else gets its ``id``.
+        changed: everything that the step has changed, whether it may or the next step is the same. The key of a
+            module's attribute is its name; of an object's attribute, a dict's entry or a list's item, the holder's
+            ``id`` with the name, key or position; of another container, its ``id``. The value is the holder, so that
+            nothing else gets its ``id``.
 
     Raises:
-        CaptureError: a name is of nothing that the step could change.
+        CaptureError: a name begins with no module of the model.
     """
 
     def __init__(self, model: torch.nn.Module, names: Iterable[str]) -> None:
@@ -68,7 +69,7 @@ class AllowedChanges:
         self._unseen = [other for other in self._unseen if other != name]
 
     def check(self) -> None:
-        """Raise where a name is of an attribute that neither was there nor was made.
+        """Raise if a name is of no attribute: none was there, and the step has made none.
 
         Raises:
             CaptureError: gives the nearest names.
@@ -84,7 +85,7 @@ class AllowedChanges:
 
 
 def names_of_attributes(model: torch.nn.Module) -> list[str]:
-    """The attributes that the authors of a model's modules gave these, after the paths of the modules."""
+    """The names of the attributes that authors gave a model's modules, each after the path of its module."""
     plain = torch.nn.Module().__dict__
     modules = model.named_modules()
     return [f"{path}.{key}" if path else key for path, m in modules for key in m.__dict__ if key not in plain]
@@ -95,7 +96,7 @@ class Change(NamedTuple):
 
     Attributes:
         attribute: its name, after the path of its module.
-        complaint: the error to raise where it is not.
+        complaint: the error to raise if the change is not harmless.
         left: whether the attribute holds tensors of the step now, as weight normalisation leaves its weight there.
         value: what the attribute holds now.
     """
@@ -107,13 +108,13 @@ class Change(NamedTuple):
 
 
 def settled(first: Iterable[Change], second: Iterable[Change]) -> bool:
-    """Whether a second step changed nothing but what it left, as the first had left it."""
+    """Whether the second step changed only attributes in which it left tensors, and left them as the first step did."""
     before = {change.attribute: change.value for change in first}
     return all(c.left and c.attribute in before and _alike(before[c.attribute], c.value) for c in second)
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether two values are of one structure, their tensors of one geometry, and everything else equal."""
+    """Whether two values have the same structure, tensors of the same geometry, and else equal leaves."""
     leaves, spec = pytree.tree_flatten(a)
     others, other_spec = pytree.tree_flatten(b)
     return spec == other_spec and all(
@@ -125,13 +126,13 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 class _Held(NamedTuple):
-    """A container that an attribute holds, itself or through others, and what was in it.
+    """A container that an attribute holds, directly or through other objects, and its contents at that time.
 
     Attributes:
-        attribute: of the module.
-        private: whether that attribute is private, or one of an object on the way to the container.
-        holder: the container; or an object, whose attributes are the container.
-        container: itself.
+        attribute: the name of the module's attribute.
+        private: whether that attribute is private, or an attribute of an object on the way to the container.
+        holder: the container; or the object, if the container is the table of an object's attributes.
+        container: the container.
         contents: as :func:`.containers.items_of` gives them.
     """
 
@@ -143,7 +144,7 @@ class _Held(NamedTuple):
 
 
 class Attributes:
-    """What the modules of a model keep, as a capture finds it and as the last recording left it.
+    """The attributes of a model's modules, as the capture found them or the last recording left them.
 
     Args:
         model: the module.
@@ -159,7 +160,7 @@ class Attributes:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Afterwards all is what it is now, and nothing is noted any more."""
+        """At the end, put the attributes back as they are now, and forget them."""
         before = self._now
         try:
             yield
@@ -170,7 +171,7 @@ class Attributes:
 
     @contextlib.contextmanager
     def restored_if_it_fails(self) -> Iterator[None]:
-        """After an error all is what it is now."""
+        """After an error, put the attributes back as they are now."""
         before = self._now
         try:
             yield
@@ -185,19 +186,20 @@ class Attributes:
             kept.restore()
 
     def keep(self) -> None:
-        """Let the next recording find what this one has left."""
+        """Let the next recording start with the attributes that this one has left."""
         self._now = self._looked_at()
 
     def changed(self, fakes: Mapping[int, torch.Tensor]) -> list[Change]:
-        """The changes of a recording that may be harmless: of private attributes, where modules set themselves up
-        (hooks are there); of attributes of objects, if they are private or were None; and of those that hold tensors of
-        the step now.
+        """The changes of a recording that may be harmless.
+
+        These are changes of private attributes, by which modules set themselves up (hooks are among them); of
+        attributes of objects, if they are private or were None; and of attributes that now hold tensors of the step.
 
         Args:
-            fakes: the fake that stood for each tensor in the step, by the tensor's ``id``; it counts as that tensor.
+            fakes: by the ``id`` of each tensor, the fake that stood for it in the step and counts as that tensor.
 
         Raises:
-            CaptureError: another attribute is, or holds, another value than before.
+            CaptureError: any other attribute has, or holds, another value than before.
         """
         return [change for kept in self._now for change in kept.changed(fakes)]
 
@@ -283,7 +285,7 @@ class _OfModule:
 
 
 def _inside(attribute: str, private: bool, value: Any, seen: set[int]) -> Iterator[_Held]:
-    """The containers among *value* and what it holds, each once."""
+    """*value*, if it is a container, and the containers that it holds, each once."""
     if isinstance(value, PLAIN) or id(value) in seen:
         return
     seen.add(id(value))

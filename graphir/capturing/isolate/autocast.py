@@ -35,29 +35,29 @@ _KINDS: Final = ("cpu", "cuda")
 _CUSTOM: Final = "decorate_fwd"
 """The function that ``torch.amp.custom_fwd`` puts around another one."""
 _RECOMPUTING: Final = "torch.utils.checkpoint"
-"""The module of checkpoints. A checkpoint recomputes under the autocast for the host that torch told its forward of,
-which is CUDA's here: the step has not asked for two kinds."""
+"""The module of checkpoints. A checkpoint recomputes under the autocast for the host that torch told its forward of.
+Here this is CUDA's: the step has not asked for two kinds."""
 _UNTOLD: Final = (
     "without a GPU torch switches autocast for CUDA off, and nothing tells whether this one was meant to be"
 )
 _MADE: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
-"""Autocasts that were made within recordings: those for CUDA are as the step asked for them."""
+"""Autocasts that were made within recordings, where torch does not switch off those for CUDA."""
 
 
 class Target:
     """The kind of device that a step is recorded for.
 
     Attributes:
-        given: what the caller said; None: CUDA if autocast for CUDA is on, else the host.
+        given: the kind that the caller named; None: CUDA if autocast for CUDA is on somewhere, else the host.
         is_cuda: whether the kind is CUDA, as far as the recording has come.
-        casts_on_host: the step is under autocast for the host somewhere.
+        casts_on_host: whether the step is under autocast for the host somewhere.
         casts: whether the operator that runs now is under autocast for CUDA.
 
     Raises:
         CaptureError: there is no such kind.
 
     Warns:
-        TrainingWarning: torch has switched off an autocast for CUDA around the capture, or was told to.
+        TrainingWarning: an autocast for CUDA around the capture is off, for want of a GPU or on purpose.
     """
 
     def __init__(self, given: str | None) -> None:
@@ -103,11 +103,11 @@ class Target:
 def autocast_followed(target: Target, here: Callable[[], str]) -> Iterator[None]:
     """While this is active, autocast for CUDA is followed, and torch's state is left as it was.
 
-    Where the target is not said, the first region for CUDA makes it CUDA. Where it is said to be the host, autocast
-    for CUDA does what it does in torch: nothing to tensors on the host.
+    If the caller named no target, the first region for CUDA makes the target CUDA. If the caller named the host,
+    autocast for CUDA does what it does in torch: nothing to tensors on the host.
 
     Args:
-        target: the step's.
+        target: of the step.
         here: the path of the module that runs.
 
     Raises:
@@ -137,7 +137,7 @@ def autocast_off() -> Iterator[None]:
     A region around a step is for its forward and its loss. torch recommends to call ``backward`` outside of the region:
     operators of the backward have the element types of those of the forward.
     """
-    # Set, not entered: at its end an autocast's context empties what all threads have cast.
+    # Set, not entered: the exit of an autocast's context would empty the cache of casts of all threads.
     kinds = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
     for kind in kinds:
         torch.set_autocast_enabled(kind, False)
@@ -156,7 +156,7 @@ class _Follow:
         self.weights = CastWeights()
 
     def start(self) -> None:
-        """Have autocast around the capture, for the host or for CUDA, as CUDA's."""
+        """Make the autocast around the capture, for the host or for CUDA, one for CUDA."""
         on_host = _C.is_autocast_enabled("cpu")
         if on_host:
             _C.set_autocast_enabled("cpu", False)
@@ -204,7 +204,7 @@ class _Follow:
         return enabled
 
     def _set_enabled(self, device_type: str | bool = "cuda", enabled: bool = False) -> None:
-        if isinstance(device_type, bool):  # torch takes this for CUDA
+        if isinstance(device_type, bool):  # without a device type, torch means CUDA
             kind, enabled = "cuda", device_type
         else:
             kind = self._meant(device_type)
@@ -220,7 +220,7 @@ class _Follow:
     def _clear(self) -> None:
         self.weights.clear()
         if not self._target.is_cuda:
-            _C.clear_autocast_cache()  # which other threads have too
+            _C.clear_autocast_cache()  # a cache that other threads share
 
     def _made(self, make: Callable[..., None]) -> Callable[..., None]:
         """Autocast's ``__init__``."""
@@ -271,7 +271,7 @@ class _Follow:
 def _is_within_idle_region() -> bool:
     """Whether this thread is within regions of autocast that cast nothing, one of them for CUDA.
 
-    torch only counts the regions that are open: the autocasts themselves are looked for among all objects. An autocast
+    torch only counts open regions, so the autocasts are looked for among all objects. An autocast
     whose region has ended may be taken for an open one.
     """
     if not open_regions() or not _switched_off() or any(map(_C.is_autocast_enabled, _KINDS)):
@@ -286,7 +286,7 @@ def _switched_off() -> bool:
 
 
 def _caller() -> str:
-    """The module of the code that makes an autocast, past the ``__init__`` of subclasses of torch's."""
+    """The module of the code that makes an autocast, past the ``__init__`` of subclasses of torch's autocast."""
     frame = sys._getframe(2)
     while frame.f_code.co_name == "__init__" and frame.f_back is not None:
         frame = frame.f_back

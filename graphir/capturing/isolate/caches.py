@@ -1,9 +1,10 @@
-"""What a step keeps past its end: tensors in a ``functools.cache`` or ``lru_cache``, such as positions by length.
+"""Tensors that a step keeps past its end in a ``functools.cache`` or ``lru_cache``, such as positions by length.
 
-What such a cache holds from before would be a constant of the program, where the step that fills it computes it by
-operators; and what a recording leaves there is a fake tensor, which the next eager step would find. So entries that a
-step reads are set aside while it is recorded, and those that it makes are taken out. All others stay: a cache may hold
-what took its owner hours. One with a limit, which orders them by use, is cleared if the step uses it.
+A tensor that is in a cache before the capture would be a constant of the program, though the step that fills the cache
+computes it by operators. A tensor that a recording leaves in a cache is fake, and the next eager step would find it. So
+entries that a step reads are set aside while the step is recorded, and entries that the step makes are taken out. All
+other entries stay: they may have taken hours. A cache with a limit, which orders entries by use, is cleared if the step
+uses it.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ __all__ = ["Caches", "Seen"]
 
 _CACHE: Final = type(functools.cache(int))
 _CAST: Final = "aten._to_copy.default"
-"""What autocast keeps of weights until its outermost region ends, which may be around the capture."""
+"""The operator of casts of weights, which autocast keeps until its outermost region ends, maybe after the capture."""
 _DEPTH: Final = 3
-"""Of containers: a cache's own table, and a tuple of dicts that a function returns."""
+"""How deep containers are searched: a cache's own table, and a tuple of dicts that a function returns."""
 
 
 class Seen(NamedTuple):
@@ -34,7 +35,7 @@ class Seen(NamedTuple):
 
     Attributes:
         tensor: the tensor, or a weak reference to it.
-        type: of the operator that made it; empty for what the step was given.
+        type: of the operator that made the tensor; empty for a tensor that the step was given.
         line: of the source that called the operator.
         known: whether its values follow from sizes and literals alone.
     """
@@ -46,12 +47,12 @@ class Seen(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """What a cache holds under one key, or all that one with a limit holds, of which no entry can be taken out alone.
+    """One entry of a cache; or all entries of a cache with a limit, from which none can be taken out alone.
 
     Attributes:
-        tensors: in it.
-        remove: takes it out of the cache.
-        put_back: lets the cache hold it again, unless that holds another value by now.
+        tensors: in the entry.
+        remove: takes the entry out of the cache.
+        put_back: puts the entry back, unless the cache has another value under its key by now.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -62,8 +63,8 @@ class _Entry(NamedTuple):
 class Caches:
     """The caches that a step may read and fill.
 
-    To find them takes longer than to record a small step. So it is done where the step reads a tensor from elsewhere,
-    and where weak references show at the end that something of the step is still there.
+    Finding the caches takes longer than recording a small step. So they are looked for only if the step reads a tensor
+    from elsewhere, or if weak references show that a tensor of the step is still alive at the end.
     """
 
     def __init__(self) -> None:
@@ -73,7 +74,7 @@ class Caches:
         self._made: list[Seen] = []
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor that the step reads from elsewhere is in one of them."""
+        """Whether a tensor that the step reads from elsewhere is in a cache."""
         if self._held is None:
             self._held = frozenset([id(t) for entry in _entries() for t in entry.tensors])
         found = id(tensor) in self._held
@@ -86,16 +87,16 @@ class Caches:
         self._made += [made._replace(tensor=weakref.ref(made.tensor)) for made in tensors if made.type]
 
     def set_aside(self) -> bool:
-        """Take out what :meth:`holds` has said yes to since the last call; whether there is anything."""
+        """Take out the entries of tensors that :meth:`holds` has found since the last call; whether there are any."""
         read, self._read = self._read, {}
         if read:
             self._aside += self._take_out(lambda tensor: id(tensor) in read)
         return bool(read)
 
     def leave(self) -> None:
-        """Take out what the step has left, and put back what was set aside.
+        """Take out the entries that the step has left, and put back the entries that were set aside.
 
-        To be called once nothing of the capture refers to a tensor of the step any more.
+        Call this once nothing of the capture refers to a tensor of the step any more.
         """
         if self._remaining():
             self._take_out(is_recorded)
@@ -104,7 +105,7 @@ class Caches:
         self._aside.clear()
 
     def check(self) -> None:
-        """Raise where the step has kept a tensor elsewhere, which it would find again; forget what it made.
+        """Raise if the step has kept a tensor elsewhere, where the next step would find it; forget the step's tensors.
 
         Raises:
             CaptureError: names the line.
@@ -126,7 +127,7 @@ class Caches:
         return [made for made in self._made if made.tensor() is not None]
 
     def _take_out(self, chosen: Callable[[torch.Tensor], bool]) -> list[_Entry]:
-        """Remove the entries with a tensor that is *chosen* or of a recording; return those that are of none."""
+        """Remove the entries with a *chosen* tensor or one of a recording; return those with none of a recording."""
         self._held = None
         found = [entry for entry in _entries() if any(chosen(t) or is_recorded(t) for t in entry.tensors)]
         for entry in found:
@@ -135,7 +136,7 @@ class Caches:
 
 
 def _entries() -> Iterator[_Entry]:
-    """What every cache holds that has tensors in it."""
+    """The entries of all caches that have tensors in them."""
     for cache in [found for found in gc.get_objects() if type(found) is _CACHE]:
         parts = gc.get_referents(cache)
         table = next((part for part in parts if type(part) is dict and part is not vars(cache)), None)

@@ -1,6 +1,7 @@
 """Functions that ``torch.compile`` has wrapped: the step's own lines run in their place, in the thread that records it.
 
-``torch.compiler.set_stance`` says so for the whole process. What it sets is one object, which is asked at each call.
+``torch.compiler.set_stance`` would do so for the whole process. The stance is one object, which torch asks at each
+call: an object that answers by thread takes its place.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ def compiled_run_as_written() -> Iterator[None]:
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed while torch imported its compiler.
     """
-    with Interrupts().held_back(again=True):  # sympy, once cut short, can't be imported in this process any more
+    with Interrupts().held_back(again=True):  # a process can't repeat an import of sympy that was cut short
         import torch._dynamo.eval_frame as compiler  # takes seconds, and the step may compile
 
-    if not hasattr(compiler, "_stance"):  # a torch that keeps it elsewhere
+    if not hasattr(compiler, "_stance"):  # a version of torch that keeps the stance elsewhere
         with torch.compiler.set_stance("force_eager"):
             yield
         return
@@ -45,7 +46,7 @@ def compiled_run_as_written() -> Iterator[None]:
 class _Stance:
     """A stance that is ``force_eager`` in the thread that makes it, and *before* in all others.
 
-    Another thread that sets its own meanwhile puts this one back, maybe after the capture.
+    Another thread that sets a stance of its own meanwhile puts this one back, maybe after the capture.
     """
 
     def __init__(self, before: Any) -> None:

@@ -1,4 +1,4 @@
-"""Lists, dicts, sets, deques and the attributes of objects: what is in them, whether that has changed, and put back."""
+"""Lists, dicts, sets, deques and the attributes of objects: their contents read, compared and put back."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
 HOLDERS: Final = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, threading.local)
 """Classes of Python's own whose objects hold what a user puts there."""
 _TORCHS: Final = ("torch.distributions.", "torch.nn.")
-"""Where torch's classes are whose objects have attributes like those of users' classes."""
+"""Packages of torch with classes whose objects have attributes like those of users' classes."""
 _KNOWN: Final = (*PLAIN, *CONTAINERS, tuple, torch.Tensor)
-"""Types whose values can be compared. Whether two other objects mean the same can't be seen."""
+"""Types whose values can be compared. Two objects of other types count as the same."""
 
 
 def fields(value: Any) -> dict[str, Any] | None:
@@ -47,7 +47,7 @@ def fields(value: Any) -> dict[str, Any] | None:
 
 
 def is_written_in_python(cls: type) -> bool:
-    """Whether a class is a user's or a library's, or one of torch's that are like these."""
+    """Whether a class is a user's or a library's, or one of torch's that is like a user's."""
     if cls.__module__.startswith(_TORCHS):
         return True
     return not (is_pythons(cls) or _package(cls) in ("torch", "numpy"))
@@ -63,12 +63,12 @@ def _package(cls: type) -> str:
 
 
 def items_of(container: Any) -> list[Any]:
-    """What is in a container: of a dict the keys and then the values; of a set the items in the order it gives."""
+    """The contents of a container, in its own order; of a dict the keys and then the values."""
     return [*container, *container.values()] if isinstance(container, dict) else list(container)
 
 
 def named(contents: list[Any]) -> dict[Any, Any]:
-    """A dict from its contents."""
+    """The dict with these contents, as :func:`items_of` gives them."""
     half = len(contents) // 2
     return dict(zip(contents[:half], contents[half:], strict=True))
 
@@ -104,7 +104,7 @@ def fill(container: Any, contents: list[Any]) -> None:
 
 
 def _fill_table(table: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """Give a dict its items back; another thread finds those that had stayed there all the time."""
+    """Give a dict its items back. Other threads find unchanged items there all the time, if the order is the same."""
     table.update(before)
     for key in [key for key in table if key not in before]:
         del table[key]
@@ -114,7 +114,7 @@ def _fill_table(table: dict[Any, Any], before: dict[Any, Any]) -> None:
 
 
 def same(old: Any, new: Any, fakes: Mapping[int, torch.Tensor]) -> bool:
-    """Whether two values are equal as far as one can see, a fake counting as the tensor that it stands for."""
+    """Whether two values are equal as far as they can be compared; a fake counts as the tensor that it stands for."""
     if old is new or not (isinstance(old, _KNOWN) or isinstance(new, _KNOWN)):
         return True
     if isinstance(old, torch.Tensor):

@@ -1,9 +1,9 @@
-"""The casts of CUDA's autocast, made of tensors of the host: on a machine without a GPU as on one with it.
+"""The casts of CUDA's autocast on tensors of the host, with a GPU and without.
 
 torch has these casts as kernels of a dispatch key. Every build of torch has the kernels, but only tensors on CUDA
-devices reach them. So an autocast key that no tensor has is included in the dispatch of the thread that records, and
-the kernels of this own key ask CUDA's, on stand-ins. The casts of the answer are then made above autograd, as CUDA's
-are, and composite operators are opened where CUDA's autocast opens them. ::
+devices reach them. So the thread that records includes another autocast key in its dispatch: the own key, which no
+tensor has. The kernels of the own key call CUDA's kernels on stand-ins, and find out which casts these make. The casts
+are then made above autograd, as CUDA's are. Composite operators are opened where CUDA's autocast opens them. ::
 
     linear(x f32, w f32) ──▶ kernel of the own key ──asks──▶ AutocastCUDA: linear(stand-ins on cuda:0, no gradients)
                                 │        ▲                        │ casts them, calls linear below itself
@@ -35,7 +35,7 @@ _aten: Final = torch.ops.aten
 CUDA: Final = "AutocastCUDA"
 """The dispatch key of CUDA's autocast."""
 _KEYS: Final = ("AutocastIPU", "AutocastHPU")
-"""Keys of a lower priority than CUDA's, of backends that have their kernels in packages of their own."""
+"""Autocast keys of a lower priority than CUDA's. Their backends bring kernels in packages of their own."""
 _RECURRENT: Final = tuple(
     [
         getattr(getattr(_aten, name), kind)
@@ -54,18 +54,21 @@ _local: Final = threading.local()
 
 
 class CastWeights:
-    """The weights that were cast in the present region of autocast, each once, as autocast's own cache has them."""
+    """The casts of weights in the present region of autocast, one for each weight, as in autocast's own cache."""
 
     def __init__(self) -> None:
         self._casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def clear(self) -> None:
-        """The outermost region has ended."""
+        """Forget the casts: the outermost region has ended."""
         self._casts = {}
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """*tensor* as *dtype*. A cast is cached as by ``cached_cast`` in aten/src/ATen/autocast_mode.cpp: the tensor
-        alone decides, and the cast has gradients even where it is first met without."""
+        """*tensor* as *dtype*; casts of weights are cached.
+
+        The cache goes by the tensor alone, and a cached cast has gradients even if gradients are off when it is made.
+        Source: ``cached_cast`` in aten/src/ATen/autocast_mode.cpp.
+        """
         cached = (
             dtype == torch.get_autocast_dtype("cuda")
             and torch.is_autocast_cache_enabled()
@@ -86,9 +89,9 @@ class _Casts(NamedTuple):
     """What CUDA's autocast makes of a call.
 
     Attributes:
-        func: the operator that it calls: of a norm another overload.
-        dtypes: what it casts each tensor to, in their order; None where it leaves the tensor as it is.
-        added: the other arguments that it gives, such as the element type of a sum.
+        func: the operator that autocast calls; for a norm, another overload.
+        dtypes: the element type that each tensor is cast to, in order; None where the tensor stays as it is.
+        added: arguments that autocast adds, such as the element type of a sum.
     """
 
     func: Any
@@ -97,7 +100,7 @@ class _Casts(NamedTuple):
 
 
 class _Answer(Exception):
-    """What reaches the own key's kernel while CUDA's is asked."""
+    """The call that reaches the own key's kernel while CUDA's kernel is asked."""
 
     def __init__(self, func: Any, given: Mapping[str, Any]) -> None:
         super().__init__()
@@ -122,7 +125,7 @@ def opens_cells() -> bool:
 
 
 def casts_included(included: bool) -> None:
-    """Let what this thread calls be cast from now on as CUDA's autocast has it, or no longer."""
+    """Cast what this thread calls as CUDA's autocast does, from now on; or stop."""
     if not included and not _own_key.cache_info().currsize:
         return
     key = _own_key()
@@ -150,7 +153,7 @@ def _own_key() -> Any:
 
 @cache
 def _keep(namespace: str) -> torch.library.Library:
-    return torch.library.Library(namespace, "IMPL")  # kernels go with their library
+    return torch.library.Library(namespace, "IMPL")  # kernels live as long as their library
 
 
 def has_kernel(name: str, key: str) -> bool:
@@ -247,6 +250,6 @@ def _has_tensors(value: Any) -> bool:
 
 @cache
 def _stand_in(dtype: torch.dtype) -> torch.Tensor:
-    """A fake tensor on a CUDA device, without gradient: with one, a build without CUDA ends the process."""
+    """A fake tensor on a CUDA device, without gradient: with a gradient, a build without CUDA ends the process."""
     with _disable_current_modes(), torch.inference_mode(False), fresh_fake_mode():
         return torch.empty(0, dtype=dtype, device="cuda")

@@ -30,9 +30,9 @@ def on_host(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def moves() -> Handlers:
-    """Of ``x.to("cuda")``, ``x.cuda()`` and ``x.pin_memory()``, which then do not move tensors.
+    """Handlers of ``x.to("cuda")``, ``x.cuda()`` and ``x.pin_memory()`` that do not move the tensor.
 
-    They ask for the device before the dispatcher sees them, which fails where there is none.
+    These methods ask for the device before the dispatcher sees them, which fails where there is none.
     """
 
     def to(move: Callable[..., torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -47,7 +47,7 @@ def moves() -> Handlers:
 def modules_stay(here: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
     """While this is active, ``module.to(...)`` of this thread does nothing where it would change no tensor.
 
-    It would exchange the parameters, which fakes don't allow.
+    Torch's own would exchange the parameters, which fakes don't allow.
 
     Args:
         here: the path of the module that runs.
@@ -59,7 +59,7 @@ def modules_stay(here: Callable[[], str]) -> contextlib.AbstractContextManager[N
 
 
 def _unchanged(here: Callable[[], str]) -> Callable[..., Any]:
-    """In the place of a module's ``_apply``: does nothing where that would change no tensor."""
+    """A replacement of a module's ``_apply``, which does nothing, or raises if a tensor would change."""
 
     def unchanged(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         for name, tensor in (*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)):
@@ -80,7 +80,7 @@ def _unchanged(here: Callable[[], str]) -> Callable[..., Any]:
 
 
 def _hosted(argument: Any) -> Any:
-    """The host for a device, as an object, a text or a number; anything else as it is."""
+    """The host, if the argument is a device, as an object, a text or a number; else the argument."""
     if isinstance(argument, (torch.device, str)) or type(argument) is int:
         return _HOST
     return argument

@@ -1,8 +1,8 @@
-"""Ways out of torch that no dispatcher sees: what a tensor holds, or hides, as Python's own numbers and text.
+"""Ways out of torch that no dispatcher sees: a tensor's data or hidden state as Python's own numbers and text.
 
 A tensor of the step has no data to give, and its text, its version and its memory are not those of the eager step. So
-each way is refused, as ``.item()`` is, but for text of values that are known, and for text that ``print`` and logging's
-functions make of what they are given.
+each way is refused, as ``.item()`` is. Allowed are the text of known values, and the text that ``print`` and logging's
+functions make of their arguments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .prints import prints_followed
 __all__ = ["escapes", "unseen_escapes_refused"]
 
 _NUMBERS: Final = ("tolist", "numpy", "__array__", "__dlpack__", "__deepcopy__")
-"""Methods by which a tensor that holds data gives it away; only a fake one would object."""
+"""Methods that give a tensor's data away. A fake tensor would refuse them; a tensor with data would not."""
 _PICKLES: Final = "__reduce_ex__"
 _TEXT: Final = ("__repr__", "__format__")
 _HIDDEN: Final = {
@@ -33,24 +33,24 @@ _HIDDEN: Final = {
     "is_shared": "asks whether a tensor is in shared memory, which the program's need not be",
     "data_ptr": "asks where the data of a tensor lies, which is elsewhere in a program",
 }
-"""Of a tensor, and of its storage, what the step would find otherwise in another run."""
+"""Attributes of a tensor, and of its storage, that differ from run to run, and what a step does that reads one."""
 _OF_STORAGES: Final = ("is_shared", "data_ptr")
 _ON_THE_WAY: Final = frozenset({"torch._tensor", "torch.nn.parameter", "torch.overrides", "torch.storage"})
-"""Torch's modules that ask for somebody else."""
+"""Modules of torch that ask on behalf of their callers."""
 _LOGS: Final = "logging"
 _COPIES: Final = "copy"
 """Python's module, which copies a tensor's data behind torch's back."""
 
 
 def escapes(here: Callable[[], str], known: Callable[[torch.Tensor], torch.Tensor | None]) -> Handlers:
-    """Of what would make the data of a tensor, or its hidden state, part of the program unseen.
+    """Handlers that refuse to give away the data of a tensor, or its hidden state.
 
     Args:
         here: the path of the module that runs.
-        known: what a tensor holds, if that is known; else None.
+        known: the tensor with a tensor's values, if these are known; else None.
 
     Raises:
-        CaptureError: the step asks for it.
+        CaptureError: the step asks for data or hidden state.
     """
 
     def text(method: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -83,8 +83,9 @@ def escapes(here: Callable[[], str], known: Callable[[torch.Tensor], torch.Tenso
 
 @contextlib.contextmanager
 def unseen_escapes_refused(here: Callable[[], str]) -> Iterator[None]:
-    """While this is active, the same is refused where torch tells no mode: pickles, and what storages hide. Tensors may
-    be printed.
+    """While this is active, escapes are refused that torch tells no mode of: pickles, and hidden state of storages.
+
+    Tensors may be printed.
 
     Args:
         here: the path of the module that runs.
@@ -128,7 +129,7 @@ def _refused(what: str, fix: str, here: Callable[[], str]) -> CaptureError:
 
 
 def _asker() -> FrameType:
-    """The frame that asks, beyond this package's and those of torch that ask for others."""
+    """The frame that asks, past those of this module, of the mode, and of torch's modules that ask for callers."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_globals.get("__name__", "")
@@ -139,5 +140,5 @@ def _asker() -> FrameType:
 
 
 def _is_others(frame: FrameType) -> bool:
-    """Whether it is no line of the step's own: torch's asks for errors, logging's and graphir's for what is written."""
+    """Whether the frame is not the step's own: torch asks to write errors, logging and graphir to print."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("torch", "graphir", _LOGS)

@@ -1,13 +1,13 @@
-"""Torch's functions and methods while a step is recorded: a handler runs in the place of each of a table.
+"""Torch's functions and methods while a step is recorded: those in a table have a handler that runs in their place.
 
-A mode of torch's own tells of each call of this thread, under whatever name the step calls::
+A mode of torch's own is told of each call of this thread, under whatever name the step calls::
 
     x.to("cuda") ──▶ TorchFunctions ──┬─ a handler is in the table: the handler, with the function and its arguments
                                       └─ else: the function
 
-The mode is off while a handler or a function runs. Where torch has written a function in Python, the mode is not told
-of the calls in its body: the table holds the function beside what it calls. Functions that run the step's own lines, as
-a backward does, run with the mode on.
+The mode is off while a handler or a function runs. So the mode is not told of the calls in the body of a function that
+torch has written in Python: the table holds that function beside the functions that it calls. Functions that run the
+step's own lines, as a backward does, run with the mode on.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .patches import replaced
 __all__ = ["Handlers", "TorchFunctions", "past_functions"]
 
 Handlers: TypeAlias = Mapping[Any, Callable[..., Any]]
-"""By a function of torch's, what is called with the function itself and its arguments."""
+"""By function of torch, its handler, which is called with the function itself and its arguments."""
 
 
 class TorchFunctions(TorchFunctionMode):
-    """While this is active, handlers run in the place of torch's functions, in this thread.
+    """A mode in which handlers run in the place of torch's functions, in this thread.
 
     Args:
-        tables: have no function in common.
+        tables: the handlers; no two tables have a function in common.
     """
 
     def __init__(self, *tables: Handlers) -> None:
@@ -63,7 +63,7 @@ class TorchFunctions(TorchFunctionMode):
 
 
 def past_functions(frame: FrameType) -> FrameType:
-    """The frame that calls one of torch's functions, where *frame* is that of the mode which is told of the call."""
+    """*frame*; or its first caller that is not the mode, which is told of calls of torch's functions."""
     while frame.f_code is _TOLD and frame.f_back is not None:
         frame = frame.f_back
     return frame
@@ -74,8 +74,10 @@ _torchs: Final = torch.overrides.has_torch_function
 
 
 def _has_torch_function(tensors: Any) -> bool:
-    """What ``torch.overrides.has_torch_function`` says where no recording is: ``nn.MultiheadAttention`` asks, and takes
-    another kernel where a mode is on."""
+    """The answer of ``torch.overrides.has_torch_function`` without a recording.
+
+    ``nn.MultiheadAttention`` asks, and takes another kernel where a mode is on.
+    """
     modes = _get_current_function_mode_stack()
     if len(modes) != 1 or not isinstance(modes[0], TorchFunctions):
         return _torchs(tensors)
@@ -84,7 +86,7 @@ def _has_torch_function(tensors: Any) -> bool:
 
 
 def _unasked(function: Any) -> Callable[..., Any]:
-    """The body of one of torch's functions in Python, which does not ask for a mode to tell."""
+    """A copy of one of torch's functions in Python that does not ask whether a mode is on."""
     asked = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     table = {**function.__globals__, **dict.fromkeys(asked, lambda *tensors: False)}
     body = FunctionType(function.__code__, table, argdefs=function.__defaults__, closure=function.__closure__)

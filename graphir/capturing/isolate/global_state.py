@@ -1,4 +1,4 @@
-"""Settings of torch that outlast a step: one that changes them is noticed, and they are put back."""
+"""Settings of torch that outlast a step: a step that changes one is refused, and the settings are put back."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ _C: Final[Any] = torch._C
 
 
 def _autocast(device: str) -> _Setting:
-    """The state in ``torch._C``: while a step is recorded for CUDA, torch's public functions are replaced, and give the
-    state of CUDA's autocast for the host's."""
+    """The state of autocast for a device, as ``torch._C`` has it.
+
+    While a step is recorded for CUDA, torch's public functions are replaced, and give CUDA's state for the host's.
+    """
 
     def get() -> tuple[bool, torch.dtype]:
         return _C.is_autocast_enabled(device), _C.get_autocast_dtype(device)
@@ -73,7 +75,7 @@ def _enable(values: tuple[bool, ...]) -> None:
 _DTYPE: Final = "the default dtype"
 _KERNELS: Final = "which kernels attention may take"
 _SHARED: Final = (_DTYPE, _KERNELS)
-"""Those that all threads have together: another one may set them meanwhile."""
+"""Settings that all threads share: another thread may set one meanwhile."""
 _SET_DTYPE: Final = ("set_default_dtype", "set_default_tensor_type")
 SETTINGS: Final[Mapping[str, _Setting]] = {
     _DTYPE: _Setting(torch.get_default_dtype, torch.set_default_dtype),
@@ -91,7 +93,7 @@ def global_state_kept() -> Iterator[Callable[[], None]]:
     """Leave torch's settings as they are.
 
     Yields:
-        Raises where the step has changed one; so does the end of the context.
+        A check, which raises if the step has changed a setting. The end of the context checks, too.
 
     Raises:
         CaptureError: names the setting.

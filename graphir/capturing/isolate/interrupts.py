@@ -1,7 +1,7 @@
 """Ctrl-C while a step is recorded.
 
-Torch calls Python from C++ in places where an exception ends the process (``find_torch_dispatch_rule`` is one). So a
-signal that may come anywhere is held back until the recorder is asked for the next operator, which may raise.
+Torch calls Python from C++ in places where an exception ends the process (``find_torch_dispatch_rule`` is one). So
+Ctrl-C, which may come anywhere, is held back until the recorder is given the next operator, where it may raise.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ __all__ = ["Interrupts"]
 
 
 class Interrupts:
-    """What came of Ctrl-C during one run of a step.
+    """Ctrl-C during one run of a step: held back, and raised later.
 
     Attributes:
-        held: whether it was pressed, so that :meth:`strike` raises.
+        held: whether Ctrl-C was pressed, so that :meth:`strike` raises.
     """
 
     def __init__(self) -> None:
         self.held = False
 
     def strike(self) -> None:
-        """Raise what was held back.
+        """Raise a Ctrl-C that was held back.
 
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed.
@@ -39,10 +39,10 @@ class Interrupts:
         """While this is active, hold Ctrl-C back; a second one strikes at once. A handler of the program's own stays.
 
         Args:
-            again: hold further ones back too, where what they would cut short could not be made up for.
+            again: whether to hold further ones back, too, during work that can't be repeated after it is cut short.
 
         Raises:
-            KeyboardInterrupt: it was pressed, and no operator came after it.
+            KeyboardInterrupt: Ctrl-C was pressed, and no operator came after it.
         """
 
         def handle(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""The modes that a step was captured in, for recording it once more where others hold by then."""
+"""The modes that a step was captured in, for recording the step once more after they have changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Modes:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """While this is active, they are what they were. Nothing is set that is so already."""
+        """While this is active, modes and settings are as they were. Only those that differ are set."""
         modules = [(module, module.training) for module, training in self._training if module.training != training]
         settings: dict[str, Any] = {}
         for name, value in self._settings.items():

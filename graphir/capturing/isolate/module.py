@@ -1,4 +1,4 @@
-"""Fakes in the place of a module"s parameters and buffers while the module runs."""
+"""Fakes in the place of a module's parameters and buffers while the module runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def fakes_in_place(
         attributes: of its modules, as they are now.
 
     Yields:
-        A list that is filled afterwards with the changes that a second step has to tell about.
+        A list, empty until the module has run. Then it holds the changes of which a second step shows whether they
+        are harmless.
 
     Raises:
         CaptureError: the model rebound a buffer, or changed an attribute otherwise.

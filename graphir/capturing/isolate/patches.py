@@ -1,7 +1,7 @@
-"""Attributes of torch's classes and modules that are others for whom they are replaced, and for nobody else.
+"""Attributes of torch's classes and modules, replaced for some who ask for them, and unchanged for everybody else.
 
-A class or module belongs to the whole process. So what stands in an attribute's place looks, each time that somebody
-asks for it, who asks: another thread gets the very object that was there before. ::
+A class or module belongs to the whole process. So a descriptor takes the place of an attribute, and looks at each
+access who asks: another thread gets the very object that was there before. ::
 
     x.to ──▶ _Choice.__get__ ──┬─ in a thread that records a step: what that put there
                                └─ in every other thread: torch's own
@@ -21,19 +21,19 @@ __all__ = ["LOCK", "here", "replaced", "unpatched"]
 
 
 class _Replacement(NamedTuple):
-    """What an attribute is where *applies* is true of the object that is asked for it (None: the class itself)."""
+    """The value of an attribute where *applies* is true of the object that is asked for it (None: the class itself)."""
 
     applies: Callable[[object], bool]
     value: object
 
 
 class _Choice:
-    """In the place of an attribute *name* of a class: a replacement that applies, or what was there before.
+    """A descriptor in the place of a class's attribute *name*: a replacement that applies, or the original.
 
     Attributes:
         replacements: the last one that applies counts.
-        before: what was there, as the class that defines it holds it.
-        inherited: whether that is another class.
+        before: the original, as the class that defines it holds it.
+        inherited: whether another class than the owner defines the original.
     """
 
     def __init__(self, owner: type, name: str) -> None:
@@ -54,7 +54,7 @@ class _Choice:
 
 
 class _DataChoice(_Choice):
-    """The same for an attribute that can be set, or hides what an instance's own table holds: a property."""
+    """A choice for an attribute that can be set, or hides an entry of the instance's own table: a property."""
 
     def __set__(self, instance: object, value: object) -> None:
         found = self._now(instance)
@@ -66,7 +66,7 @@ class _DataChoice(_Choice):
 
 
 class _ModuleChoice:
-    """The same for an attribute of a module, as a property of the class that the module has meanwhile."""
+    """A choice for an attribute of a module: a property of the class that the module has meanwhile."""
 
     def __init__(self, owner: ModuleType, name: str) -> None:
         self.replacements: list[_Replacement] = []
@@ -88,20 +88,20 @@ class _ModuleChoice:
 
 
 def unpatched(value: object) -> object:
-    """An attribute of a class as that is for everybody else: what stood there before it was replaced."""
+    """An attribute of a class as everybody else sees it: the original, if the attribute is replaced."""
     return value.before if isinstance(value, _Choice) else value
 
 
 LOCK: Final = threading.RLock()
 """Held while attributes change."""
 _choices: Final[dict[tuple[int, str], _Choice | _ModuleChoice]] = {}
-"""Those in place, by the ``id`` of the owner and the name."""
+"""The choices in place, by the ``id`` of the owner and the name."""
 _classes: Final[dict[int, type[ModuleType]]] = {}
-"""The own classes of modules that have another one now, by the module's ``id``."""
+"""The original classes of modules that have another class now, by the module's ``id``."""
 
 
 def here() -> Callable[[object], bool]:
-    """What says of an attribute whether this thread asks for it."""
+    """A function that says whether this thread, which calls ``here``, asks for an attribute."""
     ident, current = threading.get_ident(), threading.get_ident
 
     def applies(instance: object) -> bool:
@@ -114,14 +114,14 @@ def here() -> Callable[[object], bool]:
 def replaced(
     owner: type | ModuleType, attributes: Mapping[str, object], applies: Callable[[object], bool] | None = None
 ) -> Iterator[None]:
-    """While this is active, the class or module *owner* has these attributes for those for whom it *applies*.
+    """While this is active, the class or module *owner* has these attributes wherever *applies* is true.
 
-    Contexts of several threads may overlap in any order; of those that apply the one that was entered last counts.
+    Contexts of several threads may overlap in any order; of the contexts that apply, the one entered last counts.
 
     Args:
         owner: has the attributes; a class may inherit them.
         attributes: the new ones, by name.
-        applies: is given the instance, None for the class or module itself; this thread alone if it is left out.
+        applies: is given the instance, None for the class or module itself; by default true in this thread alone.
     """
     made = [(name, _Replacement(applies or here(), value)) for name, value in attributes.items()]
     fork_waits_for(LOCK)
@@ -140,7 +140,7 @@ def replaced(
 
 
 def _choice(owner: type | ModuleType, name: str) -> _Choice | _ModuleChoice:
-    """What stands in the place of an attribute, put there if nothing is."""
+    """The choice in the place of an attribute, put there if there is none."""
     found = _choices.get((id(owner), name))
     if found is not None:
         return found
@@ -160,7 +160,7 @@ def _choice(owner: type | ModuleType, name: str) -> _Choice | _ModuleChoice:
 
 
 def _remove(owner: type | ModuleType, name: str) -> None:
-    """Put back what was in an attribute's place."""
+    """Put the original of an attribute back in its place."""
     choice = _choices.pop((id(owner), name))
     if isinstance(choice, _ModuleChoice):
         delattr(type(owner), name)

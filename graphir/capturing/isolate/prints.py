@@ -1,4 +1,4 @@
-"""Python's ``print`` while a step is recorded: a function of this module calls it, and is found to ask for text."""
+"""Python's ``print`` while a step is recorded: a function of this module calls it, and so asks for texts of tensors."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def _print(*args: Any, **kwargs: Any) -> None:
 
 @contextlib.contextmanager
 def prints_followed() -> Iterator[None]:
-    """While this is active, it is this module that asks a tensor for its text where the step prints the tensor.
+    """While this is active, this module asks a tensor for its text where the step prints the tensor.
 
-    Python looks ``print`` up for all threads at once: others print through a function that does the same. A ``print``
-    that somebody has put in the place of Python's is left alone.
+    All threads share Python's ``print``: other threads print through this module's function, which does the same. A
+    ``print`` that somebody has put in the place of Python's is left alone.
     """
     recording = object()
     with LOCK:

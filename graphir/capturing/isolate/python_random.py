@@ -29,7 +29,7 @@ class RandomStates:
 
     @contextlib.contextmanager
     def restored_if_it_fails(self) -> Iterator[None]:
-        """After an error the states are these."""
+        """After an error, set the random states back to these."""
         try:
             yield
         except BaseException:

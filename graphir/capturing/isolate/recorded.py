@@ -1,4 +1,4 @@
-"""Which tensors are of a recording: fakes of the modes that recordings make."""
+"""The tensors of recordings: fakes of the modes that recordings make."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 __all__ = ["MODES", "is_recorded"]
 
 MODES: Final[weakref.WeakSet[FakeTensorMode]] = weakref.WeakSet()
-"""Those of all recordings."""
+"""The fake modes of all recordings."""
 
 
 def is_recorded(tensor: object) -> bool:
-    """Whether it is a fake tensor of a recording, of this or another capture."""
+    """Whether *tensor* is a fake of a recording, of this or another capture."""
     return isinstance(tensor, FakeTensor) and tensor.fake_mode in MODES

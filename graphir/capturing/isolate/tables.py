@@ -20,14 +20,14 @@ _Tensors: TypeAlias = dict[str, torch.Tensor | None]
 
 
 class Table(dict[str, Any]):
-    """Stands in the place of a dict, and is that for all threads but the one that makes it.
+    """A stand-in for a dict, which shows that dict to all threads but the one that makes the stand-in.
 
-    Each method of a dict is that of the dict that the asking thread sees. What code in C reads without asking is a
-    copy of the module's own.
+    Each method is called on the dict that the asking thread sees. Code in C that calls no method reads a copy of the
+    module's own dict.
 
     Args:
-        own: the dict.
-        mine: what this thread finds instead.
+        own: the module's own dict.
+        mine: the dict that this thread sees instead.
     """
 
     __hash__ = None
@@ -37,7 +37,7 @@ class Table(dict[str, Any]):
         self._own, self._mine, self._thread = own, mine, threading.get_ident()
 
     def release(self) -> None:
-        """Be the dict for all threads: some may hold this table longer than it stands in its place."""
+        """Show the module's own dict to all threads: some may hold this table longer than it is in place."""
         self._mine = self._own
 
     def _now(self) -> _Tensors:

@@ -47,9 +47,9 @@ def build_program(
     """The program of a recorded step, and the blob of each value of its recording.
 
     Args:
-        step: what was recorded.
-        followed: its recordings, and how their sizes follow the dimensions.
-        copies: of the parameters and buffers, by their blobs' names.
+        step: the recorded step.
+        followed: the step's recordings, and how their sizes follow the dimensions.
+        copies: of the parameters and buffers, by the names of their blobs.
         name: of the program.
         optimizer: the name of the optimizer's class; empty where there is none.
         groups: the optimizer's parameter groups.
@@ -140,7 +140,7 @@ def _roles(recording: Recording) -> dict[int, Role]:
 def _externals(
     recording: Recording, sizes: Sizes, named: Sequence[str], update: Update
 ) -> tuple[dict[str, Blob], dict[str, Blob]]:
-    """What lives from step to step, and what a step is given."""
+    """The blobs that live from step to step, and the blobs that a step is given."""
     constants = [value for value, _ in recording.constants]
     lasting = [
         *(_blob(named, v, v.kind, sizes) for v in recording.state.values()),  # type: ignore[arg-type]
@@ -176,7 +176,7 @@ def _operator(call: RecordedCall, args: Mapping[str, Arg], named: Sequence[str],
 
 
 def _belongs_to(call: RecordedCall, named: Sequence[str], blobs: Mapping[str, Blob]) -> str:
-    """The blob of the value that a call belongs to; its storage where the program does without the view itself."""
+    """The blob of the value that a call belongs to; of the value's storage, if the program has no blob of the view."""
     if call.of is None:
         return ""
     own, root = named[call.of.index], named[call.of.root.index]
@@ -257,7 +257,7 @@ def _interface(
 
 
 def _results(step: Step, recording: Recording, named: Sequence[str]) -> str | None:
-    """The structure of what a step without loss returns."""
+    """The structure, as JSON, of the results of a step without loss."""
     spec = recording.results
     if spec is not None and step.joint:
         spec = tuple_of([spec, pytree.tree_structure(dict.fromkeys([named[v.index] for v in recording.of_inputs]))])

@@ -20,7 +20,7 @@ _OF_TYPES: Final[Mapping[str, str]] = {
     "aten.native_batch_norm.default": _BATCH_NORM,
     "aten._native_batch_norm_legit_functional.default": _BATCH_NORM,
 }
-"""By type of operator. A text begins with the type: :func:`graphir.memory` goes by that."""
+"""By type of operator. A caveat begins with the type, by which :func:`graphir.memory` finds it."""
 _OF_MODULES: Final[Mapping[type[torch.nn.Module], str]] = {
     torch.nn.RNNBase: "recurrent modules: recorded cell by cell, where eager PyTorch runs cuDNN's kernel, which rounds "
     "otherwise",
@@ -37,7 +37,7 @@ def caveats_of(net: Net, model: torch.nn.Module, options: Options) -> tuple[str,
 
     Args:
         net: the step.
-        model: that was recorded.
+        model: the recorded model.
         options: of the capture.
     """
     types = {op.type for op in net.ops}

@@ -34,15 +34,15 @@ _RESULTS: Final[Mapping[str, tuple[str, ...]]] = {
     "nll_loss": ("", "total_weight"),
     "scaled_dot_product_attention": ("", "logsumexp"),
 }
-"""What the results of an operator after its first are called, where torch's schema doesn't say."""
+"""Names of an operator's results after the first, where torch's schema has none."""
 
 
 def name_values(recording: Recording, names: Names, modules: frozenset[str]) -> list[str]:
-    """A name for each value, at its index; versions of one blob share theirs.
+    """A name for each value, at its index; versions of one blob share a name.
 
     Args:
         recording: of the step.
-        names: hands them out; state and the words that programs reserve are already taken.
+        names: hands out names; state and the words that programs reserve are already taken.
         modules: paths of the model's modules, kept for their outputs.
     """
     modules = frozenset(prefix + path for prefix in {value.prefix for value in recording.values} for path in modules)
@@ -62,7 +62,7 @@ def name_values(recording: Recording, names: Names, modules: frozenset[str]) -> 
             found[bearer.index] = names.take(base, modules if base in called else frozenset())
             called.add(base)
     live = {value.index for call in recording.calls for value in call.outputs}
-    for value in sorted(forward, key=lambda value: value.index not in live):  # what is left out takes no number
+    for value in sorted(forward, key=lambda value: value.index not in live):  # a dead value takes no number
         if value.index not in found:
             found[value.index] = (
                 found[value.root.index] if value.version else _forward_name(value, found, names, modules)
@@ -87,10 +87,11 @@ def name_values(recording: Recording, names: Names, modules: frozenset[str]) -> 
 
 
 def _bearer(value: Value, module: str) -> Value:
-    """Which value is called after *module*, whose output is *value*.
+    """The value that is named after *module*, whose output is *value*.
 
-    Where the output only shows all of what the module computed in another shape (a linear layer on three dimensions
-    does), it is what was computed: that is the activation, with the gradient, which people want to move.
+    If the output is only another shape of the whole value that the module computed (as of a linear layer on three
+    dimensions), the computed value gets the name: it is the activation that has the gradient and that people want to
+    move.
     """
     root = value.root
     own = root.scope == module or root.scope.startswith(f"{module}.")
@@ -123,10 +124,10 @@ def _backward_name(value: Value, found: Mapping[int, str], names: Names, modules
 
 
 def _made_of(value: Value, found: Mapping[int, str]) -> str:
-    """A backward value after the gradient, or the other value of the same backward, that it is made of.
+    """The name of a backward value after its operand: the gradient, or another value of the same backward; else empty.
 
-    Else numbers would follow numbers: ``div_1.backward_div_1``. No further names are derived from such a name, so that
-    names stay short.
+    Without such names numbers would follow numbers: ``div_1.backward_div_1``. No further names are derived from such a
+    name, so that names stay short.
     """
     if value.source is None or value.call is None:
         return ""
@@ -139,7 +140,7 @@ def _made_of(value: Value, found: Mapping[int, str]) -> str:
 
 
 def _update_name(value: Value, found: Mapping[int, str], names: Names, modules: frozenset[str]) -> str:
-    """What is made of one gradient is called after it; what is made of all, by a name of its own."""
+    """The name of a value of the update: after the gradient that it is made of; if it is made of all, its own."""
     base = value.claim
     if base is None and value.call is not None:
         base = f"{found[(value.source or value.call.inputs[0]).index]}.{value.label}"
@@ -147,7 +148,7 @@ def _update_name(value: Value, found: Mapping[int, str], names: Names, modules: 
 
 
 def _viewed(value: Value, found: Mapping[int, str]) -> str:
-    """A view of state, of an input, or of a gradient is called after what it shows."""
+    """The name of a view of state, of an input or of a gradient, after the viewed value; empty for other values."""
     if not value.is_view or value.call is None:
         return ""
     seen = next((v for v in value.call.inputs if v.root is value.root), value.root)
@@ -157,7 +158,7 @@ def _viewed(value: Value, found: Mapping[int, str]) -> str:
 
 
 def _result_of(value: Value, found: Mapping[int, str]) -> str:
-    """A second result is called after the first."""
+    """The name of a result after the first, which is named after the first; empty for other values."""
     call = value.call
     if call is None or (call.results is not None and "[" in call.results):
         return ""

@@ -1,4 +1,4 @@
-"""The program of a step as it is recorded at one size, where it is another step than at those of a captured program.
+"""The program of a step recorded at one size, at which the step differs from its captured program.
 
 Forward and backward are the recording's. The update is the captured program's, on the recording's gradients, since the
 optimizer may have moved on.
@@ -38,12 +38,12 @@ def program_at_one_size(
     """The program of a recording.
 
     Args:
-        step: what was recorded.
-        recording: of it.
+        step: the recorded step.
+        recording: of the step.
         dims: the sizes at which it was recorded; ``batch`` is one of them.
-        captured: the program that the module was captured as.
-        outline: of that program's recording.
-        holds: whether that program has a constant of this name and these values.
+        captured: the captured program of the module.
+        outline: of the captured program's recording.
+        holds: whether the captured program has a constant of this name and these values.
 
     Raises:
         CaptureError: the recording reads other constants than the captured program, or other parameters have gradients.
@@ -67,7 +67,7 @@ def program_at_one_size(
 
 
 def _gradients(names: Any, parts: Mapping[str, Any]) -> dict[tuple[str, int], str]:
-    """The blobs that updates read: for each parameter its gradient, or its indices and values; what skips updates."""
+    """The blobs that updates read: for each parameter its gradient, or its indices and values; and found_inf."""
     dense, found_inf, sparse = parts["the gradients of parameters"]
     found = {(names[param], 0): names[gradient] for param, gradient in dense}
     for param, pair in sparse.items():

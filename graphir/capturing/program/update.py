@@ -27,12 +27,12 @@ class _Part(NamedTuple):
     """A parameter that is updated.
 
     Attributes:
-        param: the index of its value.
-        version: the last that the step has made of it.
-        update: what happens to it.
-        state: the names of its state's blobs.
-        rate: the name of its learning rate.
-        numbers: the names of the blobs of its group's other numbers, by the numbers' names.
+        param: the index of the parameter's value.
+        version: the parameter's last version in the step.
+        update: of the parameter.
+        state: the names of the blobs of the parameter's state.
+        rate: the name of the learning rate's blob.
+        numbers: the names of the blobs of the group's other numbers, by the numbers' names.
     """
 
     param: int
@@ -49,11 +49,11 @@ class Update(NamedTuple):
     Attributes:
         param_groups: of the program's interface.
         optimizer_state: of the program's interface.
-        number_blobs: the learning rates, one a group, and the other numbers of groups that move.
+        number_blobs: of each group the learning rate, and the other numbers that move.
         state_blobs, state_tensors, state_modules: the optimizer's state: its blobs, and by their names the first values
             and the modules whose parameters they belong to.
-        parts: what makes each operator, but for the name of the gradient.
-        ops: the operators, once :meth:`with_gradients` has these names.
+        parts: each operator, without the name of its gradient.
+        ops: the operators; none before :meth:`with_gradients` is given these names.
     """
 
     param_groups: tuple[ParamGroup, ...]
@@ -71,7 +71,7 @@ class Update(NamedTuple):
         Args:
             gradients: name of the gradient of each parameter, by the index of the parameter's value; two names, of its
                 indices and its values, for a sparse one.
-            found_inf: name of what says whether to skip the updates; None where they are never skipped.
+            found_inf: name of the blob that says whether to skip the updates; None where they are never skipped.
         """
         skip = () if found_inf is None else (found_inf,)
         return self._replace(ops=tuple([_operator(part, gradients[part.param], skip) for part in self.parts]))
@@ -80,12 +80,12 @@ class Update(NamedTuple):
 def build_update(
     groups: Sequence[Group], recording: Recording, gradients: Mapping[int, tuple[int, ...]], names: Names
 ) -> Update:
-    """The update of the parameters that have a gradient; torch skips the others, and so does this.
+    """The update of the parameters that have a gradient; the others are skipped, as in torch.
 
     Args:
         groups: of the optimizer.
         recording: of the step.
-        gradients: for each value that has one, by index, its gradient's index; two of them for a sparse one.
+        gradients: by the index of a value, the index of its gradient; two indices for a sparse gradient.
         names: hands out the names of numbers and state.
     """
     rates = [names.take("lr") for _ in groups]
@@ -98,8 +98,8 @@ def build_update(
     parts: list[_Part] = []
     for group, rate, others in zip(groups, rates, numbers, strict=True):
         values = {update.param: recording.state[update.param] for update in group.updates}
-        # Where one gradient of a list is sparse, Adagrad makes all updates of the list one by one. SGD makes only those
-        # by sparse gradients so.
+        # If one gradient of a list is sparse, torch's Adagrad makes all updates of the list one by one, and its SGD
+        # only the updates by sparse gradients.
         looped = {
             values[update.param].dtype
             for update in group.updates
@@ -137,7 +137,7 @@ def build_update(
 
 
 def _operator(part: _Part, gradient: tuple[str, ...], skip: tuple[str, ...]) -> Operator:
-    """The operator that updates a parameter by a *gradient*; *skip* names what may tell it not to."""
+    """The operator that updates a parameter by a *gradient*; *skip* names the blob that may tell it not to."""
     update, state = part.update, part.state
     keys = [p.name for p in signature(update.type).tensors if p.written and p.name != "param"]
     present = [state[key] for key in keys if key in state]

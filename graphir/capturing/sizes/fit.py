@@ -1,4 +1,4 @@
-"""The sizes of a step: what is the same in recordings at several sizes, and polynomials for what differs."""
+"""The sizes of a step: numbers that are equal in recordings at several sizes, and polynomials for those that differ."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class SymbolicGeometry(NamedTuple):
 
 
 class Sizes:
-    """Numbers of recordings of one step, as sizes.
+    """The numbers of a step as sizes, fitted to its recordings at several points.
 
     Attributes:
-        recording: the first, whose values and calls the others agree with.
+        recording: the first recording, with whose values and calls the others agree.
         geometries: of each value, at its index.
         args: of each call, at its position.
-        grid: the points that they are of.
+        grid: the points of the recordings.
 
     Args:
         recordings: the step at each point of *grid*.
 
     Raises:
-        NotPolynomial: the recordings are not of one shape.
+        NotPolynomial: the recordings differ in operators, or a number is no polynomial of the dimensions.
     """
 
     def __init__(self, recordings: Sequence[Recording], grid: Grid) -> None:
@@ -56,10 +56,10 @@ class Sizes:
         self.args = [self._args(calls) for calls in zip(*(r.calls for r in recordings), strict=True)]
 
     def guards(self) -> list[Guard]:
-        """What the dimensions must satisfy for Python to ask and to compute as it did in the recordings.
+        """Conditions on the dimensions under which Python asks and computes as it did in the recordings.
 
         Raises:
-            NotPolynomial: it asked otherwise in some of them, or what no guard can say.
+            NotPolynomial: Python asked differently in some recordings, or asked what no guard can say.
         """
         if self.asked_otherwise:
             raise NotPolynomial(self.asked_otherwise)
@@ -67,7 +67,7 @@ class Sizes:
 
     @property
     def asked_otherwise(self) -> str:
-        """Where Python asked otherwise about sizes than at the first point; empty where it asked the same at all."""
+        """Where Python asked differently about sizes than at the first point; empty if it asked the same everywhere."""
         first = self.recording.extents
         for other, point in zip(self._recordings, self.grid.points, strict=True):
             if other.extents.asked() != first.asked():
@@ -77,7 +77,7 @@ class Sizes:
         return ""
 
     def axis(self, axis: Axis) -> Size:
-        """The size, stride or offset that an axis is."""
+        """The size, stride or offset that *axis* stands for."""
         shape, strides, offset = self.geometries[axis.value.index]
         if axis.of == "offset":
             return offset
@@ -113,7 +113,7 @@ class Sizes:
                     raise NotPolynomial(f"{made} depends on the {', '.join(point)} size")
 
     def fit(self, numbers: tuple[int | None, ...]) -> Size:
-        """The size that takes these values in the recordings; a None in the last one leaves its value open."""
+        """The size that has these values in the recordings; a None for the last recording leaves its value open."""
         first, *others = numbers
         if first is not None and all(n == first or n is None for n in others):
             return first
@@ -127,7 +127,7 @@ class Sizes:
         return self._fitted[numbers]
 
     def batch_dims(self) -> list[int | None]:
-        """Of each leaf that a forward-only step returns, the first dimension that grows with the batch."""
+        """For each leaf that a forward-only step returns, the first dimension that grows with the batch."""
         leaves = self.recording.returned
         shapes = [self.geometries[leaf.index].shape if isinstance(leaf, Value) else () for leaf in leaves]
         return [_first(BATCH in size_dims(size) for size in shape) for shape in shapes]
@@ -181,7 +181,7 @@ class Sizes:
             return tuple([self._arg(items, call) for items in zip(*args, strict=True)])
         whole = [a for a in args if type(a) is int]
         if len(whole) < len(args) and is_floating_anyway(call):
-            # There a size as a float means the same as an integer.
+            # To a floating-point operator a size means the same as a float and as an integer.
             whole = [int(a) for a in args if type(a) is float and a.is_integer()]
         if len(whole) == len(args):
             return self.fit(tuple(whole))
@@ -189,9 +189,9 @@ class Sizes:
 
 
 def grown_dims(captured: Recording, other: Recording) -> list[int | None] | None:
-    """Of each leaf that a forward-only step returns, the first dimension whose size is another one in *other*.
+    """For each leaf that a forward-only step returns, the first dimension whose size differs in *other*.
 
-    None where *other* returns tensors of other numbers of dimensions.
+    None if the tensors that *other* returns have other numbers of dimensions.
     """
     ours, theirs = _returned_shapes(captured), _returned_shapes(other)
     if list(map(len, ours)) != list(map(len, theirs)):
@@ -204,7 +204,7 @@ def _returned_shapes(recording: Recording) -> list[tuple[int, ...]]:
 
 
 def _first(conditions: Iterable[bool]) -> int | None:
-    """The position of the first that holds."""
+    """The position of the first condition that holds; None if none does."""
     return next((i for i, holds in enumerate(conditions) if holds), None)
 
 
@@ -216,7 +216,7 @@ def is_floating_anyway(call: RecordedCall) -> bool:
 
 
 def _mattering(shape: Sequence[int], strides: Sequence[int | None]) -> tuple[int | None, ...]:
-    """Strides, without those along which there is nothing to step to."""
+    """The strides, with None in the place of those along dimensions of size 1, which have no effect."""
     return tuple([None if size == 1 else stride for size, stride in zip(shape, strides, strict=True)])
 
 

@@ -1,8 +1,8 @@
 """Sizes that follow named dimensions: which recordings of a step are taken, and which dimensions its sizes follow.
 
-Where operators differ or a number is no polynomial, the program keeps the captured sizes and says why: in the
-dimensions where that shows, if the others follow without them. Where Python asks of sizes what no guard can say, the
-program holds for the recorded sizes alone.
+Where operators differ or a number is no polynomial, the program keeps the captured sizes and says why. It keeps them in
+the dimensions that cause this alone, if the others follow without them. Where Python asks about sizes what no guard can
+say, the program holds for the recorded sizes alone.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from .thresholds import threshold_in
 __all__ = ["Followed", "follow_dims"]
 
 _IN_A_ROW: Final = 3
-"""As many recordings in a row are of one step: one that alternates in so many turns, or fewer, is seen."""
+"""The number of recordings in a row that must be of one step. A step that takes this many turns, or fewer, is seen."""
 
 
 class _Threshold(NotPolynomial):
-    """The operators follow a threshold of some size, so that none but the captured one is sure."""
+    """The step's operators change at a threshold of some size, so that only the captured size is sure."""
 
 
 class Followed(NamedTuple):
     """A step whose sizes follow dimensions, from recordings at several sizes.
 
     Attributes:
-        sizes: of a step.
-        dims: the captured value of each dimension that they follow.
-        covers: for which sizes they hold.
+        sizes: of the step.
+        dims: the captured value of each dimension that the sizes follow.
+        covers: the sizes for which the step holds.
         recordings: all that were taken.
-        batch_dims: of each leaf that a forward-only step returns, the first dimension that grows with the batch; None
+        batch_dims: for each leaf that a forward-only step returns, the first dimension that grows with the batch; None
             where the step could be recorded at one batch only.
     """
 
@@ -54,7 +54,7 @@ class Followed(NamedTuple):
     batch_dims: Sequence[int | None] | None = None
 
     def release(self) -> None:
-        """Take the recordings apart, which nothing is to read any more."""
+        """Take the recordings apart. Nothing may read them afterwards."""
         for recording in self.recordings:
             recording.release()
 
@@ -105,12 +105,13 @@ def _follow(taken: _Taken, dims: dict[str, int]) -> Followed:
 
 
 class _Taken:
-    """The recordings of a step, each taken once; the first is compared with another one at the same sizes.
+    """The recordings of a step, one for each point; the first is compared with another one at the same sizes.
 
     Attributes:
-        step: what is recorded.
+        step: the step that is recorded.
         at: the recordings, by the sizes of all dimensions.
-        order: the sizes of all that were taken, in time, those that failed and the second one of the first included.
+        order: the sizes of all recordings in the order in which they were taken, failed ones included; the first sizes
+            twice.
     """
 
     def __init__(self, step: Step) -> None:
@@ -123,14 +124,14 @@ class _Taken:
         return Followed(self.sizes({}), {}, Covers(fixed=reason))
 
     def followed(self, dims: dict[str, int], fixed: str = "") -> Followed:
-        """The step with sizes that are polynomials in *dims*, and those for which they hold.
+        """The step with sizes that are polynomials in *dims*, and the sizes that it covers.
 
         Args:
-            dims: the captured value of each.
-            fixed: why the sizes don't follow others.
+            dims: the captured value of each dimension.
+            fixed: why the sizes don't follow other dimensions.
 
         Raises:
-            NotPolynomial: they are none.
+            NotPolynomial: the sizes are no polynomials.
             CaptureError: no program can express the step.
         """
         sizes, above_one, recorded = self._above_one(dims)
@@ -138,18 +139,18 @@ class _Taken:
         covers = Covers(simplified(guards), fixed)
         try:
             covers = covers.with_guards(simplified([*guards, *sizes.guards()]))
-        except NotPolynomial as e:  # not of sizes, but of what Python asks of them
+        except NotPolynomial as e:  # Python's questions about sizes are no guards
             covers = replace(covers, only=str(e))
         return Followed(sizes, dims, covers.with_recorded([*sizes.grid.points, *recorded]))
 
     def _above_one(self, dims: Mapping[str, int]) -> tuple[Sizes, dict[str, str], list[Dims]]:
-        """The step's sizes as polynomials in *dims*, what is otherwise where one of these is 1, and further points.
+        """The step's sizes as polynomials in *dims*; why some dimensions may not be 1; and further recorded points.
 
-        A tensor with a dimension of 1 may be contiguous in several ways, so PyTorch may take a view of it where it
-        copies larger ones; and some modules refuse it.
+        A tensor with a dimension of 1 may be contiguous in several ways, so PyTorch may take a view of the tensor where
+        it copies larger ones. Some modules refuse a dimension of 1.
 
         Raises:
-            NotPolynomial: they are none.
+            NotPolynomial: the sizes are no polynomials.
             CaptureError: no program can express the step.
         """
         ones = dict.fromkeys(dims, 1)
@@ -159,16 +160,16 @@ class _Taken:
             raise
         except NotPolynomial as e:
             return self.sizes(dims), self._otherwise_at_one(dims, str(e)), []
-        if sizes.asked_otherwise:  # perhaps at 1 alone
+        if sizes.asked_otherwise:  # perhaps Python asks differently at 1 alone
             with contextlib.suppress(NotPolynomial):
                 larger = self.sizes(dims)
                 if not larger.asked_otherwise:
-                    same = larger.grid.points[:-1] == sizes.grid.points[:-1]  # which determine the same polynomials
+                    same = larger.grid.points[:-1] == sizes.grid.points[:-1]  # they determine the same polynomials
                     return larger, {}, [ones] if same else []
         return sizes, {}, []
 
     def _otherwise_at_one(self, dims: Mapping[str, int], reason: str) -> dict[str, str]:
-        """Of each dimension that may not be 1, why; *reason* is that of all together."""
+        """For each dimension that may not be 1, why; *reason* says why they may not all be 1 together."""
         if len(dims) == 1:
             return dict.fromkeys(dims, reason)
         found = {}
@@ -182,12 +183,12 @@ class _Taken:
     def sizes(self, dims: Mapping[str, int], check: Mapping[str, int] | None = None) -> Sizes:
         """The step's sizes as polynomials in *dims*; see :class:`graphir.ir.fitting.Grid` for *check*.
 
-        Where Python's tests come out otherwise at some of the usual points, the step is recorded at points next to the
-        captured one, which may be on one side of the tests. The guards have to exclude the usual points at which it is
-        another step.
+        If Python's tests come out differently at some of the usual points, the step is recorded at points next to the
+        captured one, which may all be on one side of the tests. The guards have to exclude the usual points at which
+        the step differs.
 
         Raises:
-            NotPolynomial: they are none.
+            NotPolynomial: the sizes are no polynomials.
             CaptureError: no program can express the step.
         """
         usual = Grid(dims, check)
@@ -216,7 +217,7 @@ class _Taken:
         return found
 
     def _tests_differ(self, points: Sequence[Dims]) -> bool:
-        """Whether a test of Python's comes out otherwise at some of the points, or the step fails there."""
+        """Whether a test of Python's comes out differently at some of the points, or the step fails there."""
         try:
             first, *others = (self.recording({**self.step.arguments.dims, **point}).extents for point in points)
         except CaptureError:
@@ -224,7 +225,7 @@ class _Taken:
         return any(first.other_outcome(other) for other in others)
 
     def _steps(self) -> tuple[int, int]:
-        """How far apart points next to the captured one are, above it and below, so that remainders are the same."""
+        """Distances between points next to the captured one, above it and below, at which remainders are the same."""
         period = lcm(*self.recording(self.step.arguments.dims).extents.moduli())
         return period, -period
 
@@ -241,9 +242,10 @@ class _Taken:
         return Sizes(recordings, grid)
 
     def missing_in_a_row(self, sizes: Sizes) -> int:
-        """How many more recordings at the captured sizes there have to be until enough in a row were of one step.
+        """The number of recordings at the captured sizes that are missing until enough in a row were of one step.
 
-        Those at the points of *sizes* were. Others may have been another step, which was put down to their sizes.
+        Recordings at the points of *sizes* were of one step. Other recordings may have been of another step, for which
+        their sizes were held responsible.
         """
         dims = self.step.arguments.dims
         alike = {tuple({**dims, **point}.values()) for point in sizes.grid.points}
@@ -253,7 +255,7 @@ class _Taken:
         return 0 if max(runs) >= _IN_A_ROW else _IN_A_ROW - runs[-1]
 
     def at_other_batches(self) -> Iterator[Recording]:
-        """Recordings at other batches, all else as captured, as far as there are any; larger ones first."""
+        """Recordings at other batches, all else as captured; larger ones first. Recordings that fail are left out."""
         here = self.step.arguments.dims
         captured, *larger = (point[BATCH] for point in Grid({BATCH: here[BATCH]}).points)
         for batch in dict.fromkeys((*larger, captured - 1, captured // 2)):

@@ -3,9 +3,9 @@
 A tensor's size is a polynomial of the dimensions. What Python makes of a size ``n`` is
 
 * a polynomial again: ``2 * n * m``, ``(4 * n + 8) // 4``, ``2 * n * m // n``;
-* in one period of ``k``, where ``n // k`` was the number ``q`` in each recording: ``n % k`` is ``n - k * q``;
-* where ``n % k`` was the number ``r`` in each recording: ``n // k`` is ``(n - r) / k``;
-* where neither was, ``n % k`` is a remainder, which can be compared with a number.
+* if ``n // k`` was the number ``q`` in each recording: that number, and ``n % k`` is ``n - k * q``;
+* if ``n % k`` was the number ``r`` in each recording: that number, and ``n // k`` is ``(n - r) / k``;
+* if neither was one number: for ``n % k`` a remainder, which can be compared with a number.
 
 No guard can say anything else.
 """
@@ -28,7 +28,7 @@ __all__ = ["Formula", "Formulas", "Quotient", "Relation", "Remainder", "is_plain
 
 
 class Remainder(NamedTuple):
-    """The remainder of a size."""
+    """The remainder of a size by a number."""
 
     size: Polynomial
     divisor: int
@@ -51,7 +51,7 @@ class Relation(NamedTuple):
     Attributes:
         holds: such as ``operator.lt``.
         left, right: the numbers.
-        reason: who asks for it.
+        reason: where Python asks for it.
     """
 
     holds: Callable[[Any, Any], bool]
@@ -65,7 +65,7 @@ _ROUNDED: Final = (round, math.trunc, math.floor, math.ceil)
 
 
 def is_plain(formula: Formula) -> bool:
-    """Whether it is one number, whatever the dimensions are."""
+    """Whether a formula is one number, whatever the dimensions are."""
     return isinstance(formula, int | float)
 
 
@@ -78,10 +78,10 @@ class Formulas:
     Args:
         extents: of the recording.
         axis: the size of an axis as it follows the dimensions.
-        points: values of the dimensions at which Python asked the same of sizes.
+        points: values of the dimensions at which Python asked the same about sizes.
 
     Raises:
-        NotPolynomial: Python makes a number of sizes that has no formula.
+        NotPolynomial: Python computes a number from sizes that has no formula.
     """
 
     def __init__(self, extents: Extents, axis: Callable[[Axis], Size], points: Sequence[Dims]) -> None:
@@ -92,7 +92,7 @@ class Formulas:
             self._of[name] = axis(symbol) if isinstance(symbol, Axis) else self._derived(symbol)
 
     def of(self, number: Number) -> Formula | None:
-        """A number of symbols, as a number of dimensions; None where it has no formula."""
+        """The formula, in dimensions, of a number in symbols; None if there is none."""
         if not isinstance(number, Polynomial):
             return number
         if len(number.terms) == 1 and len(number.terms[0][0]) == 1 and number.terms[0][1] == 1:
@@ -115,7 +115,7 @@ class Formulas:
         return _divided(total, divisor)
 
     def _derived(self, symbol: Derived) -> Formula:
-        """What an operation makes of formulas."""
+        """The formula of the result of an operation."""
         operands = [operand for operand in map(self.of, symbol.operands) if operand is not None]
         reason = f"Python computes with sizes in {symbol.place}"
         found: Formula | None = None
@@ -145,7 +145,7 @@ class Formulas:
         return None
 
     def _in_parts(self, operation: Callable[..., Any], size: Polynomial, by: int, reason: str) -> Formula | None:
-        """What a division by a number that does not divide each size makes of it."""
+        """The formula of a division of a size by a number that does not divide it everywhere."""
         quotients, remainders = zip(*(divmod(bind(size, point), by) for point in self._points), strict=True)
         quotient, remainder = quotients[0], remainders[0]
         if operation is not operator.truediv and set(quotients) == {quotient}:

@@ -1,4 +1,4 @@
-"""Guards from what a step's Python asked of sizes: what the dimensions must satisfy for each test to come out again."""
+"""Guards from what a step's Python asked about sizes: conditions under which each test comes out as recorded."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["guards_of", "simplified"]
 
 
 def guards_of(extents: Extents, axis: Callable[[Axis], Size], points: Sequence[Dims]) -> Iterator[Guard]:
-    """What the dimensions must satisfy for Python to ask and to compute as it did, the trivial left out.
+    """Conditions on the dimensions under which Python asks and computes as it did, without trivial ones.
 
     Args:
         extents: of the recording at one of *points*.
         axis: the size of an axis as it follows the dimensions.
-        points: values of the dimensions at which Python asked the same of sizes.
+        points: values of the dimensions at which Python asked the same about sizes.
 
     Raises:
-        NotPolynomial: Python tests or makes something that no guard can say.
+        NotPolynomial: Python tests or computes something that no guard can say.
     """
     formulas = Formulas(extents, axis, points)
     for relation in formulas.kept:
@@ -53,7 +53,7 @@ def _unsaid(reason: str) -> NotPolynomial:
 
 
 def _guards(relation: Relation) -> Iterator[Guard]:
-    """What the dimensions must satisfy for a relation to hold."""
+    """Conditions on the dimensions under which a relation holds."""
     holds, left, right, reason = relation
     if is_plain(left) or isinstance(right, Quotient | Remainder):
         holds, left, right = _MIRRORED[holds], right, left
@@ -62,7 +62,7 @@ def _guards(relation: Relation) -> Iterator[Guard]:
         left = left.size
     if isinstance(left, Polynomial) and isinstance(right, Polynomial):
         left, right = add(left, multiply(-1, right)), 0
-    if is_plain(left) and is_plain(right):  # whatever the dimensions are
+    if is_plain(left) and is_plain(right):  # the relation depends on no dimension
         return
     if not isinstance(right, int | float) or not isinstance(left, Polynomial | Remainder):
         raise _unsaid(reason)
@@ -74,7 +74,7 @@ def _guards(relation: Relation) -> Iterator[Guard]:
         return
     at_least = holds in (operator.ge, operator.gt)
     least = math.floor(right) + 1 if holds in (operator.gt, operator.le) else math.ceil(right)
-    # What is at most n is less than n + 1: the boundary is the least number on the upper side.
+    # At most n is less than n + 1: the boundary is the least number on the upper side.
     if isinstance(left, Remainder):
         if least != 1:
             raise NotPolynomial(f"a remainder by {left.divisor} is compared with {right}: {reason}")
@@ -111,18 +111,18 @@ def _equality(equal: bool, left: Polynomial | Remainder, right: int, reason: str
 
 
 def _parted(size: Polynomial) -> tuple[Polynomial, int]:
-    """What follows dimensions in a size, and the constant."""
+    """The terms of a size that follow dimensions, and its constant."""
     constant = sum(k for monomial, k in size.terms if not monomial)
     return Polynomial(tuple(term for term in size.terms if term[0])), constant
 
 
 def _divided(size: Polynomial, divisor: int) -> Polynomial:
-    """The quotient of a size by what divides it."""
+    """The quotient of a size by a number that divides each term."""
     return Polynomial(tuple((monomial, k // divisor) for monomial, k in size.terms))
 
 
 def simplified(guards: Iterable[Guard]) -> tuple[Guard, ...]:
-    """The guards, without those that others imply or that hold for all sizes; the first of equals stays."""
+    """The guards, without those that follow from others or hold for all sizes; of equal guards the first stays."""
     found: dict[Size, list[Guard]] = {}
     for guard in guards:
         found.setdefault(guard.size, []).append(guard)
@@ -130,7 +130,7 @@ def simplified(guards: Iterable[Guard]) -> tuple[Guard, ...]:
 
 
 def _simplified(guards: Sequence[Guard]) -> Iterator[Guard]:
-    """The same for guards of one size: bounds, then what it must be or must not be."""
+    """The guards of one size, simplified: bounds, then numbers that it must or must not be, then remainders."""
     size = guards[0].size
     unlike: dict[tuple[object, ...], Guard] = {}
     for guard in guards:

@@ -1,4 +1,4 @@
-"""Operators that PyTorch chooses by a size: at others it computes in another way, which no recording may show."""
+"""Operators for which PyTorch chooses an algorithm by a size, which the recordings may not show."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["threshold_in"]
 
 
 def threshold_in(recordings: Sequence[Recording]) -> str:
-    """Why a step would be another one from some size on, though these recordings are alike; empty if it would not."""
+    """Why the step would differ from some size on, though these recordings are alike; empty if it would not."""
     rows = [list(_rows_of_distances(recording)) for recording in recordings]
     if all(found == rows[0] for found in rows):
         return ""
@@ -21,7 +21,7 @@ def threshold_in(recordings: Sequence[Recording]) -> str:
 
 
 def _rows_of_distances(recording: Recording) -> Iterator[tuple[int, int]]:
-    """The numbers of rows between which distances are not found by a matrix product, as there are too few of them."""
+    """The numbers of rows of each ``cdist`` that has too few rows for PyTorch to take a matrix product."""
     for call in recording.calls:
         if call.type == "aten._cdist_forward.default" and call.args["p"] == 2 and not call.args.get("compute_mode"):
             first, second = call.inputs

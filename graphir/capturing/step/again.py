@@ -1,6 +1,7 @@
 """Recordings in a row, until they show what the step is.
 
-One recording shows what a step does once. It is taken again where that is not enough, on the module as it was left::
+One recording shows what a step does once. Where that is not enough, the step is recorded again, on the module as it was
+left::
 
     a recording shows that                           so the next one has to
     ----------------------------------------------   ------------------------------------------------------
@@ -36,15 +37,15 @@ def run_until_alike(
     Args:
         step: what is recorded.
         dims: the sizes of its named dimensions.
-        named: see :func:`.recording.run`; all but the first recording are not.
-        times: how many recordings are taken at least.
+        named: see :func:`.recording.run`; only the first recording is named.
+        times: the least number of recordings that are taken.
         like: an earlier recording at these sizes, of the same step.
 
     Returns:
         *like*, or the first recording.
 
     Raises:
-        CaptureError: no program can express the step; or it is another one when it is run again.
+        CaptureError: no program can express the step; or the step differs when it is run again.
     """
     interrupts = Interrupts()
     at_rest, last = True, list[Change]()
@@ -55,7 +56,7 @@ def run_until_alike(
             except CaptureError:
                 if at_rest:
                     raise
-                raise last[0].complaint from None  # the step has read what the recording before had left
+                raise last[0].complaint from None  # the step has read what the previous recording left
             rests = settled(last, changes)
             if like is None:
                 like = again
@@ -70,10 +71,10 @@ def run_until_alike(
 
 
 def _undisturbed(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> tuple[Recording, list[Change]]:
-    """A recording, and the changes of attributes that may be harmless; these stay for the next one to find.
+    """A recording, and the changes of attributes that may be harmless, which stay for the next recording to find.
 
     Raises:
-        CaptureError: no program can express the step; or it draws from the random states of the process.
+        CaptureError: no program can express the step; or the step draws from the random states of the process.
     """
     asked = moved = False
     with RandomStates().restored_if_it_fails():
@@ -107,7 +108,7 @@ def _undisturbed(step: Step, dims: Dims, named: bool, interrupts: Interrupts) ->
 
 
 def _knows_more(step: Step, target: bool) -> bool:
-    """Whether a further recording computes what this one read from a cache, or knows that the step is for CUDA."""
+    """Whether another recording would compute what this one read from a cache, or know that the step is for CUDA."""
     return step.caches.set_aside() or step.target.is_cuda != target
 
 
@@ -124,7 +125,7 @@ def _refuse_made(step: Step) -> None:
 
 
 def _another(first: Recording, again: Recording) -> CaptureError:
-    """The error to raise where a step has become another one."""
+    """The error for a step that differs when it is run again."""
     call, how = _difference(first, again)
     return CaptureError(
         f"the step is another one when it is run again{how}",
@@ -136,7 +137,7 @@ def _another(first: Recording, again: Recording) -> CaptureError:
 
 
 def _difference(first: Recording, again: Recording) -> tuple[RecordedCall | None, str]:
-    """The first call that is another one, and how."""
+    """The first call that differs, and how."""
     for mine, its in zip(first.calls, again.calls, strict=False):
         if mine.type != its.type:
             return mine, f": {mine.type} the first time, {its.type} the second"

@@ -28,8 +28,8 @@ def backward(
 
     *start* is the loss; or outputs, whose gradients *given* makes once the backward has begun.
 
-    In the *first_batch*, those of parameters are laid out as autograd lays out ``param.grad``. It adds the later ones
-    to these whatever their layout is.
+    In the *first_batch*, the gradients of parameters are laid out as autograd lays out ``param.grad``. Autograd adds
+    the gradients of later batches to them, whatever the layout of these is.
     """
     asked = sorted(recorder.start_backward(), key=lambda pair: (pair[0].kind != "param", pair[0].index))
     try:
@@ -56,7 +56,7 @@ def _gradients(
     recorder: Recorder,
     first_batch: bool,
 ) -> Iterator[tuple[Value, Value]]:
-    """Each value that has a gradient, and that."""
+    """Each value that has a gradient, and its gradient."""
     used: set[int] = set()
     for (value, _), tensor in zip(asked, found, strict=True):
         if tensor is None:
@@ -84,7 +84,7 @@ def _own_gradient(param: Value, gradient: Value, shared: bool, recorder: Recorde
         dense = recorder.apply(_aten.clone.default, view, memory_format=torch.contiguous_format)
         back = sorted(range(len(wanted)), key=wanted.__getitem__)
         return recorder.apply(_aten.permute.default, dense, back)
-    if gradient.root.kind:  # what a step is given is the caller's
+    if gradient.root.kind:  # memory that the step is given belongs to the caller
         return recorder.apply(_aten.clone.default, gradient, memory_format=torch.preserve_format)
     if shared or gradient.phase == "forward":
         return recorder.apply(_aten.alias.default, gradient)

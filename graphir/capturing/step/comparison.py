@@ -1,4 +1,4 @@
-"""Whether two recordings are of one step: the same calls, the same constants, and parts that became the same values."""
+"""Whether two recordings are of one step: the same calls, the same constants, and the same values of its parts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Outline", "differing_part", "outcome", "same_step"]
 
 
 class Outline(NamedTuple):
-    """What a program's recording was, as far as the program does not say it.
+    """The facts about a program's recording that the program does not have.
 
     Attributes:
         names: the blob of each value, at its index.
-        parts: what the parts of the step became; see :func:`outcome`.
-        calls: how many operators of the program's step are recorded ones; updates are behind them.
+        parts: the values of the step's parts; see :func:`outcome`.
+        calls: the number of recorded operators of the program's step; updates follow them.
         constants: the tensors that the program has copies of, by their blobs.
     """
 
@@ -31,7 +31,7 @@ class Outline(NamedTuple):
 
 
 def outcome(recording: Recording) -> Mapping[str, object]:
-    """What the parts of a step became, by what they are called in errors: values by their positions."""
+    """The values of the parts of a step, as indices, by the names of the parts in errors."""
     finished = recording.finished
     return {
         "the constants that it reads": [value.index for value, _ in recording.constants],
@@ -57,7 +57,7 @@ def outcome(recording: Recording) -> Mapping[str, object]:
 
 
 def differing_part(a: Recording, b: Recording) -> str:
-    """The first part of a step that became other values in one recording than in the other; empty where none did."""
+    """The first part of a step whose values differ between two recordings; empty if there is none."""
     theirs = outcome(b)
     return next((part for part, became in outcome(a).items() if became != theirs[part]), "")
 

@@ -5,8 +5,8 @@
     fc.weight_grad ──▶ fc.weight_grad.unscaled ──▶ fc.weight_grad.clipped ──▶ update of fc.weight
                 └────▶ fc.weight_grad.found_inf ──▶ found_inf ──▶ every update, the next loss scale
 
-Torch's own operators are recorded in the phase ``update``. Replicas do it to the reduced gradients, so that all of them
-do the same.
+Torch's own operators are recorded in the phase ``update``. Replicas run them on the reduced gradients, so that all
+replicas do the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Finished(NamedTuple):
     """The gradients of the parameters, unscaled and clipped.
 
     Attributes:
-        gradients: parameters, and what their updates read or the caller gets.
+        gradients: parameters, each with the gradient that its update reads or the caller gets.
         found_inf: 1 where a gradient was infinite or NaN, so that the updates are skipped; None where they never are.
     """
 
@@ -49,7 +49,7 @@ def fake_scaler(scaler: LossScaler, recorder: Recorder) -> LossScaler:
 
 
 def scale_loss(loss: torch.Tensor, scale: float | LossScaler | None) -> torch.Tensor:
-    """What the backward starts from."""
+    """The loss times *scale*, from which the backward starts."""
     if scale is None:
         return loss
     return loss * (scale.scale if isinstance(scale, LossScaler) else scale)
@@ -72,16 +72,16 @@ def refuse_sparse(recorder: Recorder, options: Options) -> None:
 def finish_gradients(
     gradients: Sequence[tuple[Value, Value]], options: Options, scale: float | LossScaler | None, recorder: Recorder
 ) -> Finished:
-    """Unscale and clip.
+    """Unscale and clip the gradients.
 
     Args:
         gradients: parameters and their gradients, in the order of ``model.parameters()``.
         options: of the capture.
-        scale: by which the loss was multiplied; of a scaler its fake.
-        recorder: in which it is recorded.
+        scale: the factor of the loss; for a scaler, its fake.
+        recorder: records the operators.
 
     Raises:
-        CaptureError: a ``GradScaler`` would not unscale a gradient, or there is none at all.
+        CaptureError: a ``GradScaler`` would not unscale a gradient, or no parameter has a gradient.
     """
     if scale is None and options.clip_grad_norm is None and options.clip_grad_value is None:
         return Finished(list(gradients))
@@ -108,7 +108,7 @@ def finish_gradients(
             made = _clip(params, originals, made, options, recorder)
     for call in recorder.calls[first:]:
         if all(value.source is None for value in call.outputs):
-            call.scope = ""  # it belongs to all parameters
+            call.scope = ""  # the call belongs to all parameters
     return Finished(list(zip(params, made, strict=True)), found_inf)
 
 
@@ -132,7 +132,7 @@ def _refuse_half(gradients: Sequence[tuple[Value, Value]]) -> None:
 
 
 def _unscale(gradients: Sequence[Value], scaler: LossScaler, recorder: Recorder) -> tuple[list[Value], Value]:
-    """``GradScaler.unscale_`` and ``GradScaler.update``; the first also says whether to skip the updates."""
+    """``GradScaler.unscale_`` and ``GradScaler.update``: the unscaled gradients, and whether to skip the updates."""
     inverse = scaler.scale.double().reciprocal().float()
     none = torch.full((), 0.0, dtype=torch.float32, device="cpu")
     for tensor, name in ((inverse, "loss_scale.inverse"), (none, "loss_scale.found_none")):
@@ -166,7 +166,7 @@ def _clip(
     options: Options,
     recorder: Recorder,
 ) -> list[Value]:
-    """What ``clip_grad_norm_`` or ``clip_grad_value_`` makes of the gradients, called after the *originals*."""
+    """The gradients clipped by ``clip_grad_norm_`` or ``clip_grad_value_``, named after the *originals*."""
     first = len(recorder.calls)
     tensors = [param.tensor for param in params]
     windows = [recorder.window(gradient) for gradient in gradients]
@@ -188,12 +188,12 @@ def _clip(
 
 
 def _name_norms(calls: Sequence[RecordedCall], of: Mapping[int, Value], total: Value) -> None:
-    """Name what ``clip_grad_norm_`` recorded.
+    """Name the values that ``clip_grad_norm_`` made.
 
     Args:
-        calls: the calls.
-        of: by the index of a gradient that they read, the one after which its norm is called.
-        total: what the function returned.
+        calls: the calls that it recorded.
+        of: by the index of each gradient that they read, the gradient after which its norm is named.
+        total: the norm that the function returned.
     """
     for call in calls:
         (made,) = call.outputs

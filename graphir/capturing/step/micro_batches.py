@@ -32,7 +32,7 @@ def per_micro_batch(arguments: Arguments, accumulate: int) -> Arguments:
     """The arguments with the size of one micro-batch as the dimension ``batch``.
 
     Raises:
-        CaptureError: the batch can't be cut into so many equal parts.
+        CaptureError: the batch can't be cut into *accumulate* equal parts.
     """
     if accumulate == 1:
         return arguments
@@ -52,7 +52,7 @@ def per_micro_batch(arguments: Arguments, accumulate: int) -> Arguments:
 
 
 def prefix_of_micro_batch(i: int, accumulate: int) -> str:
-    """What the names of a micro-batch's blobs start with; nothing where there is only one."""
+    """The prefix of the names of a micro-batch's blobs; empty if there is only one micro-batch."""
     return micro_batch_prefix(i) if accumulate > 1 else ""
 
 
@@ -63,10 +63,10 @@ def micro_batch(
 
     Args:
         leaves: of the step's arguments.
-        values: what stands for each of them.
+        values: the fake or the scalar of each leaf.
         i: position of the micro-batch.
-        accumulate: how many there are.
-        recorder: in which the cuts are recorded.
+        accumulate: the number of micro-batches.
+        recorder: records the cuts.
     """
     if accumulate == 1:
         return list(values)
@@ -89,7 +89,7 @@ class Sums:
 
     Attributes:
         loss: the sum of the losses so far.
-        parts: parameters, and the gradients and the sums of some micro-batches.
+        parts: parameters, each with the gradient of one micro-batch or the sum of several.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -127,7 +127,7 @@ class Sums:
         calls[first:] = _early(calls[first:backward_end], calls[backward_end:])
 
     def gradients(self) -> list[tuple[Value, Value]]:
-        """Parameters and their gradients, those of all micro-batches added up."""
+        """Parameters and their gradients, summed over all micro-batches."""
         whole = list(self._sums.values())
         for _, gradient in whole:
             gradient.prefix = ""
@@ -141,7 +141,7 @@ class Sums:
 
 
 def _early(calls: Sequence[RecordedCall], additions: Sequence[RecordedCall]) -> list[RecordedCall]:
-    """The calls with each addition after the one that makes its second operand, so that this lives no longer."""
+    """The calls, with each addition right after the call that makes its second operand, which is dead then."""
     after: dict[int, list[RecordedCall]] = {}
     made = {id(call) for call in calls}
     for addition in additions:

@@ -19,13 +19,13 @@ _aten: Final = torch.ops.aten
 
 
 class Joint(NamedTuple):
-    """What the backward of a model's outputs became.
+    """The values of the backward of a model's outputs.
 
     Attributes:
         found: forward values and their gradients, parameters first.
-        given: of each output that needs a gradient: its position among the leaves of the outputs, its value, and the
+        given: for each output that needs a gradient: its position among the leaves of the outputs, its value, and the
             value of the gradient that the step is given for it.
-        of_inputs: each input that requires a gradient and has one, and that.
+        of_inputs: each input that requires a gradient and has one, with its gradient.
     """
 
     found: list[tuple[Value, Value]]
@@ -34,10 +34,10 @@ class Joint(NamedTuple):
 
 
 def joint_backward(output: Any, positions: Sequence[int] | None, recorder: Recorder) -> Joint:
-    """Record the backward of the outputs that need a gradient: of all, or of those at *positions* among their leaves.
+    """Record the backward of the outputs that need a gradient: of all, or of those at *positions* among the leaves.
 
-    The gradient of an output is laid out in memory as the output is; where that has gaps, or elements that share
-    memory, without gaps.
+    The gradient of an output is laid out in memory as the output is. If the output has gaps, or elements that share
+    memory, its gradient has no gaps.
 
     Raises:
         CaptureError: no output needs a gradient, or one of *positions* needs none.
@@ -76,7 +76,7 @@ def joint_backward(output: Any, positions: Sequence[int] | None, recorder: Recor
 
 
 def _of_inputs(found: Sequence[tuple[Value, Value]], recorder: Recorder) -> list[tuple[Value, Value]]:
-    """Inputs and their gradients, in memory that no parameter's gradient has: those are reduced over replicas."""
+    """Inputs and their gradients, in memory apart from gradients of parameters, which are reduced over replicas."""
     taken = {gradient.root.index for value, gradient in found if value.kind == "param"}
     made = []
     with recorder.unseen():

@@ -1,4 +1,4 @@
-"""A recorded step: which operators it calls, and which values its parts became."""
+"""A recorded step: the operators that it calls, and the values of its parts."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ __all__ = ["Outcome", "Recording"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
-    """What the parts of a step became.
+    """The values of a step's parts.
 
     Attributes:
         loss: the scalar loss.
-        returned: the leaves of what the model of a step without loss returns, and ``results``, their structure; behind
-            them the gradients of inputs, if the step is given those of its outputs.
-        of_inputs: the inputs that have these.
+        returned: the leaves of the model's output in a step without loss; then the gradients of inputs, if the step is
+            given the gradients of its outputs.
+        results: the structure of the model's output.
         gradients: forward values and the values of their gradients, parameters first.
-        parts: parameters, and gradients and sums of some micro-batches.
-        finished: what the updates read, or the caller gets.
-        given: of a step that is given its outputs' gradients: for each of these the position among ``returned`` of its
-            output, the output, and the gradient.
+        parts: parameters, each with the gradient of one micro-batch or the sum of several.
+        finished: the gradients that the updates read or the caller gets.
+        of_inputs: the inputs whose gradients are in ``returned``.
+        given: for each output whose gradient the step is given: its position among ``returned``, the output, and the
+            gradient.
     """
 
     loss: Value | None = None
@@ -50,16 +51,16 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recording(Outcome):
-    """A recorded step: what its parts became, and what it is made of.
+    """A recorded step: the values of its parts, its calls, and all of its values.
 
     Attributes:
         calls: in order, without those that nothing reads.
-        values: at their indices.
+        values: each at its index.
         inputs: the value of each leaf of the arguments; None where it is not a tensor.
         state: the first version of each parameter and buffer, by its blob's name.
         constants: values that the step reads from elsewhere, with the tensors that hold them.
-        sparse_gradients: those of parameters, by the index of the parameter's value.
-        extents: what the step made of its sizes, and asked about them.
+        sparse_gradients: of parameters, by the index of the parameter's value.
+        extents: what the step computed with its sizes, and asked about them.
     """
 
     calls: list[RecordedCall]
@@ -71,7 +72,7 @@ class Recording(Outcome):
     extents: Extents
 
     def release(self) -> None:
-        """Take it apart, which nothing is to read any more."""
+        """Take the recording apart. Nothing may read it afterwards."""
         for value in self.values:
             value.release()
         self.extents.release()

@@ -1,4 +1,4 @@
-"""One run of a step on fake tensors: what was called, and which values its parts became."""
+"""One run of a step on fake tensors: its calls, and the values of its parts."""
 
 from __future__ import annotations
 
@@ -54,23 +54,23 @@ _Check: TypeAlias = Callable[[], None]
 
 
 class Step(NamedTuple):
-    """What is to be recorded.
+    """A step that is to be recorded.
 
     Attributes:
         model: the module.
         state: its parameters and buffers.
-        arguments: of a step; their ``batch`` is that of one micro-batch.
-        loss: without it the step is a forward only, or is given the gradients of its outputs.
-        joint: it is given the gradients of its outputs, and has a backward.
-        positions: of the outputs whose gradients it is given; None: of all that need one.
-        output: makes what the step returns of what the model returns; None: that itself.
+        arguments: of the step; ``batch`` is the size of one micro-batch.
+        loss: the loss function; None: the step is a forward only, or is given the gradients of its outputs.
+        joint: whether the step is given the gradients of its outputs, and has a backward.
+        positions: of the outputs whose gradients the step is given; None: of all that need one.
+        output: a function from the model's output to the step's; None: the step returns the model's output.
         allowed: attributes of modules that the step may change.
-        attributes: of its modules, as the step finds them.
+        attributes: of the model's modules, as the step finds them.
         shared: which arguments share memory with others or with the state; see :func:`.intake.state.overlaps`.
         caches: that the step may read and fill.
         options: of the capture.
-        target: the kind of device that it is recorded for.
-        trained: the parameters' blobs whose gradients are used; None: all of them.
+        target: the kind of device that the step is recorded for.
+        trained: the blobs of the parameters whose gradients are used; None: of all parameters.
     """
 
     model: torch.nn.Module
@@ -95,9 +95,9 @@ def run(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> tuple[Re
     Args:
         step: what is run.
         dims: the sizes of its named dimensions.
-        named: whether the recording knows modules and source lines. Only a step's first one has to. Others are for
-            their numbers, which takes a third less time.
-        interrupts: strike where an operator is recorded.
+        named: whether the recording knows modules and source lines. Only the first recording of a step needs them.
+            Others are taken for their numbers, in a third less time.
+        interrupts: a Ctrl-C that was held back is raised where an operator is recorded.
 
     Returns:
         The recording, and the changes of attributes that may be harmless. Modules stay as the step leaves them.
@@ -166,8 +166,10 @@ def run(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> tuple[Re
 
 @contextlib.contextmanager
 def _seen_by(caches: Caches, recorder: Recorder) -> Iterator[None]:
-    """Tell *caches* at the end what tensors were recorded; of a step that fails, whose error keeps all, those that are
-    known."""
+    """At the end, tell *caches* which tensors were recorded.
+
+    The error of a step that fails keeps all of its tensors: then *caches* is told of known ones alone.
+    """
     try:
         yield
     except BaseException:
@@ -242,7 +244,7 @@ def _forward(
         output = step.model(*args, **kwargs)
         if step.output is not None:
             output = step.output(output)
-    check_settings()  # before the loss finds that it needs no gradient
+    check_settings()  # before the loss, which would be refused first: it needs no gradient then
     return output, targets
 
 
@@ -273,7 +275,7 @@ def _forward_loss(
 
 @contextlib.contextmanager
 def _failures(recorder: Recorder, lines: SourceLines) -> Iterator[None]:
-    """Say in which module and line the step failed; a refusal that the model caught is one too."""
+    """Say in which module and line the step failed. A refusal that the model caught is raised all the same."""
     scopes = recorder.scopes
     try:
         yield
