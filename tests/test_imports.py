@@ -51,7 +51,7 @@ _AGREED = {"executor"}
 _READ = {"words", "intake", "isolate"}
 
 _VALUES = {"blob", "device", "dtype", "geometry", "operator", "size", "symbols", "tensor"}
-_WHOLE = _VALUES | {"dialect", "guard", "history", "names", "net", "opset", "parts", "plan", "program"}
+_WHOLE = _VALUES | {"covers", "dialect", "guard", "history", "names", "net", "opset", "parts", "plan", "program"}
 _CHECKED = {"calls", "infer", "meta", "placement", "shares"}
 
 ROOMS = {

@@ -18,8 +18,8 @@ MOST = 2
 
 EXCEPTIONS = {
     "caveats.py": "sentences of one report, about a device's libraries",
-    "composites.py": "which call takes the place of which while a step is recorded",
     "cuda_casts.py": "the recurrent operators, whose kernels under autocast are asked",
+    "factorisations.py": "which calls have vectors, and which torch functions make them",
     "extents.py": "methods of Python's integers that operators are called like",
     "mutation.py": "how a write through a view is recorded",
     "naming.py": "by labels, which users read and several types share",

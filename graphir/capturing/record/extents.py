@@ -80,10 +80,13 @@ class Test(NamedTuple):
 class Extents:
     """The sizes that the step's Python asked for in one recording, what it computed from them, and what it tested.
 
+    Sizes that the step has kept from an earlier recording, such as in a global dict, are numbers without an origin.
+
     Attributes:
         symbols: what each name in a number stands for; a derived symbol comes after the symbols of its operands.
         tests: the tests in order, each once.
         seen: whether sizes are extents now: true while the step's own lines run, false while an operator runs.
+        released: whether the recording is forgotten.
 
     Args:
         place: returns the module and the source line that run.
@@ -92,14 +95,14 @@ class Extents:
     def __init__(self, place: Callable[[], str]) -> None:
         self.symbols: dict[str, Symbol] = {}
         self.tests: list[Test] = []
-        self.seen = False
+        self.seen = self.released = False
         self._place = place
         self._names: dict[tuple[int, int, str], str] = {}
         self._tested: set[tuple[object, ...]] = set()
 
     def release(self) -> None:
         """Forget the recording: an extent that the step has kept would keep it alive."""
-        self.seen = False
+        self.seen, self.released = False, True
         for found in (self.symbols, self.tests, self._names, self._tested):
             found.clear()
 
@@ -135,6 +138,12 @@ class Extents:
             name = self._names[value.index, dim, of] = self._named(Axis(value, dim, of))
         return self._extent(size, dimension(name))
 
+    def _number(self, number: int | float) -> Number:
+        """A number, or the polynomial that it is of this recording's symbols."""
+        if isinstance(number, _Traced):
+            return number.origin[1] if number.origin[0] is self else plain(number)
+        return int(number) if isinstance(number, int) else number
+
     def _named(self, symbol: Symbol) -> str:
         name = f"s{len(self.symbols)}"
         self.symbols[name] = symbol
@@ -151,7 +160,7 @@ class Extents:
         result = operation(*map(plain, operands))
         if not self.seen or type(result) not in (int, float):
             return result
-        numbers = tuple(map(_number_of, operands))
+        numbers = tuple(map(self._number, operands))
         exactly = _POLYNOMIALS.get(operation)  # of integers
         if exactly is not None and type(result) is int:
             with contextlib.suppress(GraphirError):  # a product of too many terms
@@ -174,7 +183,7 @@ class Extents:
         """The outcome of the comparison *holds* of two numbers, which is noted as a test."""
         outcome = holds(plain(left), plain(right))
         if self.seen:
-            test = Test(holds if outcome else _OTHERWISE[holds], _number_of(left), _number_of(right), "")
+            test = Test(holds if outcome else _OTHERWISE[holds], self._number(left), self._number(right), "")
             if test not in self._tested:
                 self._tested.add(test)
                 self.tests.append(test._replace(place=self._place()))
@@ -224,8 +233,22 @@ class Extent(_Traced, int):
 
     __hash__ = int.__hash__
 
+    @property
+    def real(self) -> int:
+        return self
+
+    @property
+    def numerator(self) -> int:
+        return self
+
+    def conjugate(self) -> int:
+        return self
+
     def bit_length(self) -> int:
         return self.origin[0].combined(int.bit_length, (self,))  # type: ignore[no-any-return]
+
+    def bit_count(self) -> int:
+        return self.origin[0].combined(int.bit_count, (self,))  # type: ignore[no-any-return]
 
 
 class Ratio(_Traced, float):
@@ -243,12 +266,6 @@ class Ratio(_Traced, float):
 def plain(number: int | float) -> int | float:
     """The number as an ``int`` or ``float`` of Python's, without its origin."""
     return int(number) if isinstance(number, Extent) else float(number) if isinstance(number, Ratio) else number
-
-
-def _number_of(number: int | float) -> Number:
-    if isinstance(number, _Traced):
-        return number.origin[1]
-    return int(number) if isinstance(number, int) else number
 
 
 _POLYNOMIALS: Final[dict[Callable[..., Any], Callable[..., Size]]] = {
@@ -300,7 +317,8 @@ def _trace(name: str, operation: Callable[..., Any], reflected: bool = False) ->
         if not all(isinstance(other, (int, float)) for other in others):
             return NotImplemented
         operands = (*others, self) if reflected else (self, *others)
-        extents = self.origin[0]
+        traced = [operand.origin[0] for operand in operands if isinstance(operand, _Traced)]
+        extents = next((found for found in traced if not found.released), traced[0])
         return extents.compared(operation, *operands) if tests else extents.combined(operation, operands)
 
     setattr(_Traced, name, method)

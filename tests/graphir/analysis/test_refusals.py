@@ -59,9 +59,9 @@ CALLS: dict[str, tuple[Callable[[], object], type[GraphirError], str]] = {
     "largest": (lambda: graphir.memory(TINY).largest("gpu:0", "3"), GraphirError, "n='3' is no number of storages"),
     "largest of -1": (lambda: graphir.memory(TINY).largest("gpu:0", -1), GraphirError, "n=-1 is no number of storages"),
     "with": (
-        lambda: TINY.with_(guard=()),
+        lambda: TINY.with_(reduktion=()),
         GraphirError,
-        "program 'tiny' has no attribute 'guard'; did you mean 'guards'?",
+        "program 'tiny' has no attribute 'reduktion'; did you mean 'reduction'?",
     ),
     "net with": (lambda: TINY.step.with_(by=()), GraphirError, "net 'tiny.step' has no attribute 'by'"),
     "plan with": (lambda: tiny.plan(TINY).with_(step=TINY.step), GraphirError, "plan 'tiny' has no attribute 'step'"),

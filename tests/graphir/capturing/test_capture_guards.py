@@ -7,6 +7,7 @@ import copy
 import math
 import re
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -222,7 +223,7 @@ def test_what_no_guard_can_say_is_covered_at_recorded_sizes_alone(tmp_path: Any)
         passes.emit(loaded, dims={"batch": 5})
     assert "recorded sizes alone" in graphir.memory(loaded, dims={"batch": 5}).refused
     with pytest.raises(GraphirError, match="a graph cannot ask for which sizes it holds"):
-        program.to_fx()
+        graphir.to_fx(program)
 
 
 def test_a_witness_tells_of_sizes_that_no_guard_can_say() -> None:
@@ -469,3 +470,36 @@ def test_other_threads_move_tensors_meanwhile() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         capture(Model(), (torch.randn(4, 6),))
+
+
+def test_sizes_that_an_earlier_capture_has_left_are_numbers() -> None:
+    kept: dict[str, int] = {}
+
+    class Limited(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.exp() if kept.setdefault("limit", x.shape[0] * 10) > x.shape[0] else x.tanh()
+
+    model = Limited()
+    capture(model, (torch.randn(6, 3),))
+    assert [str(guard) for guard in capture(model, (torch.randn(6, 3),)).covers.guards] == ["batch<=59"]
+
+
+@pytest.mark.parametrize(
+    "number",
+    [lambda n: n.real, lambda n: n.numerator, lambda n: n.conjugate()],
+    ids=["real", "numerator", "conjugate"],
+)
+def test_a_size_by_another_name_is_a_size(number: Callable[[int], int]) -> None:
+    class Limited(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.exp() if number(x.shape[0]) <= 20 else x.tanh()
+
+    assert [str(guard) for guard in capture(Limited(), (torch.randn(6, 3),)).covers.guards] == ["batch<=20"]
+
+
+def test_bits_of_a_size_are_no_guard() -> None:
+    class Counted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.exp() if x.shape[0].bit_count() < 5 else x.tanh()
+
+    assert "what no guard can say" in capture(Counted(), (torch.randn(6, 3),)).covers.only
