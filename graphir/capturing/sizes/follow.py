@@ -21,6 +21,7 @@ from ...ir.size import BATCH, Dims, dimension
 from ..step.again import run_until_alike
 from ..step.recorded_step import Recording
 from ..step.recording import Step
+from .copies import copies_kept
 from .fit import Sizes, grown_dims
 from .guards import simplified
 from .thresholds import threshold_in
@@ -136,6 +137,7 @@ class _Taken:
         """
         sizes, above_one, recorded = self._above_one(dims)
         guards = [Guard(dimension(dim), ">=", 2, reason=why) for dim, why in above_one.items()]
+        guards += copies_kept(sizes)
         covers = Covers(simplified(guards), fixed)
         try:
             covers = covers.with_guards(simplified([*guards, *sizes.guards()]))

@@ -13,7 +13,7 @@ from ...ir.size import Dims, Polynomial, Size, add, multiply
 from ..record.extents import Axis, Extents
 from .formulas import Formulas, Quotient, Relation, Remainder, is_plain
 
-__all__ = ["guards_of", "simplified"]
+__all__ = ["guards_of", "simplified", "unequal"]
 
 
 def guards_of(extents: Extents, axis: Callable[[Axis], Size], points: Sequence[Dims]) -> Iterator[Guard]:
@@ -108,6 +108,11 @@ def _equality(equal: bool, left: Polynomial | Remainder, right: int, reason: str
     elif 0 <= right < left.divisor:
         number = sign * (right - constant) % left.divisor
         yield Guard(_divided(variable, sign), relation, number, left.divisor, reason)
+
+
+def unequal(size: Polynomial, number: int, reason: str) -> Iterator[Guard]:
+    """``size != number``; nothing if no sizes are equal to the number."""
+    yield from _equality(False, size, number, reason)
 
 
 def _parted(size: Polynomial) -> tuple[Polynomial, int]:
