@@ -26,6 +26,10 @@ __all__ = ["Caches", "Seen"]
 _CACHE: Final = type(functools.cache(int))
 _CAST: Final = "aten._to_copy.default"
 """The operator of casts of weights, which autocast keeps until its outermost region ends, maybe after the capture."""
+_YOUNGEST: Final = 0
+_OLDEST: Final = 2
+"""Generations of objects that the collector looks through for cycles. The collector rests during a capture, so that the
+youngest generation has all that the step made. The oldest has all objects of the process, and takes longest."""
 _DEPTH: Final = 3
 """How deep containers are searched: a cache's own table, and a tuple of dicts that a function returns."""
 
@@ -98,7 +102,7 @@ class Caches:
 
         Call this once nothing of the capture refers to a tensor of the step any more.
         """
-        if self._remaining():
+        if self._survive(_YOUNGEST):
             self._take_out(is_recorded)
         for entry in self._aside:
             entry.put_back()
@@ -110,9 +114,7 @@ class Caches:
         Raises:
             CaptureError: names the line.
         """
-        if self._remaining():
-            gc.collect()
-        for made in self._remaining():
+        for made in self._remaining() if self._survive(_YOUNGEST, _OLDEST) else ():
             if made.known or made.type != _CAST or not open_regions():
                 raise CaptureError(
                     f"the step keeps what {made.type} makes outside of the model, where the next eager step would find "
@@ -122,6 +124,13 @@ class Caches:
                     "attribute of the module; and delete it now",
                 )
         self._made.clear()
+
+    def _survive(self, *generations: int) -> bool:
+        """Whether tensors of the step are alive after cycles in these generations are collected, in order."""
+        for generation in generations:
+            if self._remaining():
+                gc.collect(generation)
+        return bool(self._remaining())
 
     def _remaining(self) -> list[Seen]:
         return [made for made in self._made if made.tensor() is not None]

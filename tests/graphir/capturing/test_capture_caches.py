@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -162,3 +163,18 @@ def test_a_result_that_is_kept_where_no_capture_looks_is_refused(where: str) -> 
         capture(Keeps(), (torch.randn(3, 3),))
     assert "leave results in an attribute of the module" in error.value.fix
     HISTORY.clear()
+
+
+def test_the_collector_looks_through_young_objects_alone() -> None:
+    seen: list[int] = []
+
+    def look(phase: str, info: dict[str, int]) -> None:
+        seen.append(info["generation"])
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    gc.callbacks.append(look)
+    try:
+        capture(model, (torch.randn(3, 4),), loss=lambda y: y.square().mean())
+    finally:
+        gc.callbacks.remove(look)
+    assert 2 not in seen
