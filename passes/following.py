@@ -130,11 +130,12 @@ class _Following:
         """Where an operator goes that nobody has moved."""
         if op.effects.shows:
             return self.place(self.blob[self.begin[i] + op.effects.views[0][1]])
-        if op.kind == "reduce":
+        kind = op.kind
+        if kind == "reduce":
             return self.place(self.inputs(i)[0])
         if op.phase == "reduce":
             return self.read_at.get(op.outputs[0], op.device)
-        if op.kind == "copy" and op.outputs[0] in self.read_at:  # parked state comes to where it is updated
+        if kind == "copy" and op.outputs[0] in self.read_at:  # parked state comes to where it is updated
             return self.read_at[op.outputs[0]]
         if op.phase == "update":
             return self.updated(i, op)

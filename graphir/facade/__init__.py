@@ -1,1 +1,1 @@
-"""What stands on passes and runtime: whole ways in one call, and the command line."""
+"""Functions that stand on passes and runtime, such as ``compile`` and ``estimate``, and the command line."""

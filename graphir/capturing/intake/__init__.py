@@ -1,1 +1,1 @@
-"""What a step is given and what it starts from. Imports words."""
+"""A step's arguments, options and optimizer, and the state that the step starts from. Imports words."""

@@ -1,1 +1,1 @@
-"""What a recording replaces in the process and puts back. Imports words; a caller says where the step is."""
+"""Replacements in the process and in the module during a recording, and their end. Imports words."""

@@ -13,8 +13,9 @@ from itertools import pairwise
 
 from ...ir.guard import Guard
 from ...ir.size import Polynomial, Size, add, bind, multiply
+from ..words.places import where
 from .fit import Sizes, SymbolicGeometry
-from .guards import unequal
+from .guards import equality
 
 __all__ = ["copies_kept"]
 
@@ -29,8 +30,8 @@ def copies_kept(sizes: Sizes) -> Iterator[Guard]:
     for index, call in copied.items():
         for gap in _gaps(sizes.geometries[index]):
             if isinstance(gap, Polynomial) and _closes(gap, sizes):
-                place = f"{call.scope or 'the model'}{', at ' + call.line if call.line else ''}"
-                yield from unequal(gap, 0, f"torch copies a part of a tensor in {place}, and views the whole tensor")
+                reason = f"torch copies a part of a tensor, and views all of it, in {where(call.scope, call.line)}"
+                yield from equality(False, gap, 0, reason)
 
 
 def _gaps(geometry: SymbolicGeometry) -> Iterator[Size]:

@@ -13,7 +13,7 @@ from ...ir.size import Dims, Polynomial, Size, add, multiply
 from ..record.extents import Axis, Extents
 from .formulas import Formulas, Quotient, Relation, Remainder, is_plain
 
-__all__ = ["guards_of", "simplified", "unequal"]
+__all__ = ["equality", "guards_of", "simplified"]
 
 
 def guards_of(extents: Extents, axis: Callable[[Axis], Size], points: Sequence[Dims]) -> Iterator[Guard]:
@@ -70,7 +70,7 @@ def _guards(relation: Relation) -> Iterator[Guard]:
         return
     if holds in (operator.eq, operator.ne):
         if right == int(right):
-            yield from _equality(holds is operator.eq, left, int(right), reason)
+            yield from equality(holds is operator.eq, left, int(right), reason)
         return
     at_least = holds in (operator.ge, operator.gt)
     least = math.floor(right) + 1 if holds in (operator.gt, operator.le) else math.ceil(right)
@@ -78,7 +78,7 @@ def _guards(relation: Relation) -> Iterator[Guard]:
     if isinstance(left, Remainder):
         if least != 1:
             raise NotPolynomial(f"a remainder by {left.divisor} is compared with {right}: {reason}")
-        yield from _equality(not at_least, left, 0, reason)
+        yield from equality(not at_least, left, 0, reason)
         return
     yield _linear(left, at_least, least, reason)
 
@@ -97,7 +97,8 @@ def _linear(size: Polynomial, at_least: bool, least: int, reason: str) -> Guard:
     return Guard(variable, ">=" if at_least else "<=", least if at_least else least - 1, reason=reason)
 
 
-def _equality(equal: bool, left: Polynomial | Remainder, right: int, reason: str) -> Iterator[Guard]:
+def equality(equal: bool, left: Polynomial | Remainder, right: int, reason: str) -> Iterator[Guard]:
+    """``left == right``, or the contrary; nothing if no integers satisfy the equation."""
     relation = "==" if equal else "!="
     variable, constant = _parted(left if isinstance(left, Polynomial) else left.size)
     sign = -1 if variable.terms[0][1] < 0 else 1
@@ -108,11 +109,6 @@ def _equality(equal: bool, left: Polynomial | Remainder, right: int, reason: str
     elif 0 <= right < left.divisor:
         number = sign * (right - constant) % left.divisor
         yield Guard(_divided(variable, sign), relation, number, left.divisor, reason)
-
-
-def unequal(size: Polynomial, number: int, reason: str) -> Iterator[Guard]:
-    """``size != number``; nothing if no sizes are equal to the number."""
-    yield from _equality(False, size, number, reason)
 
 
 def _parted(size: Polynomial) -> tuple[Polynomial, int]:
