@@ -206,9 +206,11 @@ def balance(
             moves the others. Accelerate's ``device_map`` is one, if it leaves nothing on disk.
         whole: patterns of modules that are not taken apart.
         seconds: how long to search.
-        evaluations: how many placements beside plain ones to look at instead, at most: equal numbers and seeds give
-            equal programs, and larger numbers no longer steps, for equal figures of the machine; those of a host are
-            measured once a process.
+        evaluations: how many placements beside plain ones to look at instead, at most: with all options, without the
+            last of ``shift``, ``park``, ``recompute``, ``state``, ``updates``, ``share_storage``, without the last two,
+            and so on. Equal numbers and seeds give equal programs; a larger number, or one more option behind the
+            others, gives no longer step. That holds for equal figures of the machine; those of a host are measured once
+            a process.
         seed: of the search's random changes.
         profile: what :func:`graphir.profile` measured on that machine; shapes alone by default. ``cached``: what this
             machine's file has, if the topology was measured here.

@@ -17,7 +17,7 @@ from graphir.ir.device import DeviceName
 
 __all__ = ["BUDGETS", "LIMITS", "OPTIONS", "Asked", "problem", "steps", "worst"]
 
-BUDGETS: Final = (125, 250, 500, 1000)
+BUDGETS: Final = (60, 125, 250, 500)
 LIMITS: Final = (1.0, 1.1, 1.25, 1.5)
 OPTIONS: Final = tuple(accumulate([(option,) for option in ("shift", "park", "recompute", "state", "share_storage")]))
 
@@ -56,10 +56,11 @@ def problem(seed: int) -> Asked:
 
 def steps(asked: Asked, evaluations: int) -> dict[str, list[float]]:
     """By what grows, seconds of steps."""
+    now = asked.step(evaluations)
     return {
-        "budget": [asked.step(budget) for budget in BUDGETS],
-        "limits": [asked.step(evaluations, times) for times in LIMITS],
-        "options": [asked.step(evaluations, options=options) for options in OPTIONS],
+        "budget": [now if budget == evaluations else asked.step(budget) for budget in BUDGETS],
+        "limits": [now, *[asked.step(evaluations, times) for times in LIMITS[1:]]],
+        "options": [*[asked.step(evaluations, options=options) for options in OPTIONS[:-1]], now],
     }
 
 

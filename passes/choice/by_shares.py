@@ -18,6 +18,7 @@ from ..replicas import batches_of
 from ..replicate import Replicate
 from .asked import Asked
 from .balancing import Balancing
+from .fewer import best_of
 from .figures import Before
 from .proven import proven
 from .refusals import Refused
@@ -41,7 +42,7 @@ def balanced(asked: Asked) -> Balanced:
         PassError: options allow other shares, and the program takes none.
     """
     if "shares" not in asked.options:
-        return Balancing(asked).run()
+        return best_of(Balancing(asked))
     found = ByShares(asked).run()
     changed = () if found.program.shares == asked.program.shares else found.program.shares
     return replace(found, pipeline=" | ".join(found.program.history[len(asked.program.history) :]), shares=changed)
@@ -105,7 +106,7 @@ class ByShares:
         balancing = self.balancing(program, part)
         self.since = self.since or balancing.before()
         try:
-            self.found.append(balancing.run())
+            self.found.append(best_of(balancing))
         except Refused as refused:
             self.refused.append(refused)
         except KeyboardInterrupt:  # as in a search: the best so far

@@ -12,7 +12,7 @@ from more import BUDGETS, LIMITS, OPTIONS, problem, steps, worst
 __all__ = ["rows"]
 
 PROBLEMS: Final = 60
-EVALUATIONS: Final = 250
+EVALUATIONS: Final = 125
 LONGER: Final = 1.005
 """The longest step, in steps of a balance that may do less."""
 
