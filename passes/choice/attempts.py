@@ -29,10 +29,10 @@ group reads of others is kept, so that larger groups keep less; and they hold mo
 _FIRST: Final = 0.6
 """The part of a round for the first groups, where there are others."""
 
-_WANTING: Final = 1.5
+_WANTING: Final = 1.25
 """How many times the budget is spent while no plan keeps within the limits, at most."""
 
-_EASED: Final = 0.25
+_EASED: Final = 0.1
 """The part of the budget for searches within larger limits."""
 
 _LEAST: Final = 0.25

@@ -62,7 +62,7 @@ _ON_TOP: Final = 0.3
 """The part of the seconds of a search that plans may take on top of these."""
 
 _ENDS: Final = 1.5
-_ENDS_WANTING: Final = 2.0
+_ENDS_WANTING: Final = 1.3
 """How many times the seconds of a search may be over when the last plan is made, and while none keeps within the
 limits. The first one is made all the same where none does."""
 
@@ -104,6 +104,7 @@ class Balancing:
 
     Args:
         asked: what a caller asks.
+        since: the step as it was, where that is not the program as it is.
 
     Attributes:
         wanted: the same for groups.
@@ -213,20 +214,26 @@ class Balancing:
         if self.asked.only:
             return self.repeated()
         attempts = self.searched()
+        found = self.found(attempts)
+        if found is not None:
+            return found
+        if self.nearest is not None:
+            raise self.refused(self.nearest[0], self.nearest[1].choice)
+        best = min(attempts, key=lambda attempt: attempt.rank)
+        raise self.refused(best, best.found.choice)
+
+    def found(self, attempts: Sequence[Attempt]) -> Balanced | None:
+        """The best placement that searches and plans of a person have found; None where none is within the limits."""
         if not self.emits:
             best = min(attempts, key=lambda attempt: attempt.rank)
-            choice = best.found.choice
             if best.found.outcome.over:
-                raise self.refused(best, choice)
+                return None
+            choice = best.found.choice
             made = Emitted(choice, placed(self.program, best.grouped, choice), str(InjectCopies()))
             return self.figures.report(best, made, attempts)
         if self.best is not None and (self.hand is None or self.best[1].seconds <= self.hand.judged.seconds):
             return self.figures.report(*self.best, attempts)
-        if self.hand is not None:
-            return self.figures.report_by_hand(self.hand, attempts)
-        assert self.nearest is not None
-        attempt, one = self.nearest
-        raise self.refused(attempt, one.choice)
+        return None if self.hand is None else self.figures.report_by_hand(self.hand, attempts)
 
     def repeated(self) -> Balanced:
         """The placement that is known.
@@ -278,6 +285,8 @@ class Balancing:
             self.try_by_hand(_BY_HAND, first=any_will_do)
             if any_will_do and self.fits:
                 return []
+            if self.fits and self.is_late():  # nothing that a search finds could become a plan
+                return self.searches.begun()
             self.leave_to_plans()
             self.searches.leave(time.perf_counter() - begun)
         regroups = self.emits and "recompute" in self.asked.options
@@ -291,12 +300,12 @@ class Balancing:
                 self.try_plans(attempts)
             if self.asked.budget.evaluations is not None:
                 self.try_by_hand(_BY_HAND if self.fits else _BY_HAND + _BEFORE_A_REFUSAL)
-            elif self.searches.ended and not self.fits:
+            elif self.searches.ended and not self.fits and not self.is_late():
                 self.try_by_hand(_BEFORE_A_REFUSAL)
             if self.interrupted or (self.fits and any_will_do):
                 break
             near = any(attempt.found.outcome.over <= _HOPELESS for attempt in attempts)
-            self.searches.wanting = near and not self.fits
+            self.searches.wanting = near and not self.fits and not self.is_late()
         return attempts
 
     def is_quick(self, begun: float) -> bool:
@@ -421,7 +430,7 @@ class Balancing:
         problem = attempt.grouped.problem
         for one in dict.fromkeys((found.choice, choice)):
             reckoned = problem.named(Outcomes(problem)(one).peaks)
-            made = self.plans.of(attempt.grouped, one) if self.emits else None
+            made = self.as_plan(attempt, one) if self.emits else None
             nearest.append((reckoned, None) if made is None else (made.peaks, made.made))
             placings += [] if made is None else [made.program]
             ample.append(
@@ -436,6 +445,12 @@ class Balancing:
         interrupted = attempt.found.interrupted or found.interrupted
         given, emitted = self.within({}), self.plans.emitted
         return Refused(self.program, missing, at, given, known, placings, certain, found.proven, interrupted, emitted)
+
+    def as_plan(self, attempt: Attempt, choice: Choice) -> Emitted:
+        """A choice as a plan; the nearest one is known."""
+        if self.nearest is not None and self.nearest[0].grouped is attempt.grouped and self.nearest[1].choice == choice:
+            return self.nearest[1]
+        return self.plans.of(attempt.grouped, choice)
 
     def within(self, peaks: Mapping[str, int]) -> dict[str, int]:
         """The limits, raised so far that some peaks are within them."""

@@ -45,8 +45,10 @@ def best_of(balancing: Balancing) -> Balanced:
         if balancing.stopped:
             break
         try:
-            with suppress(Refused, PassError):  # an option that is left out may be what a pin needs
-                found.append(Balancing(asked, balancing.figures.since).run())
+            with suppress(PassError):  # an option that is left out may be what a pin needs
+                fewer = Balancing(asked, balancing.figures.since)
+                one = fewer.found(fewer.searched())
+                found += [] if one is None else [one]
         except KeyboardInterrupt:  # as in a search: the best so far
             if not found:
                 raise
@@ -56,9 +58,7 @@ def best_of(balancing: Balancing) -> Balanced:
         raise refused
     best = min(found, key=lambda one: one.after)
     others = [attempt.grouped.problem for attempt in balancing.searches.begun()]  # the bound is of all options
-    return replace(
-        best, evaluated=sum([one.evaluated for one in found]), reasons=best.reasons._replace(others=others)
-    )
+    return replace(best, evaluated=sum([one.evaluated for one in found]), reasons=best.reasons._replace(others=others))
 
 
 def _with_fewer(asked: Asked) -> Iterator[Asked]:

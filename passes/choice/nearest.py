@@ -13,7 +13,7 @@ from .refusals import Refused
 __all__ = ["nearest_limits"]
 
 _TRIES: Final = 4
-_TRYING: Final = 0.35
+_TRYING: Final = 0.2
 _LARGER: Final = 1.05
 _EMITTED_AGAIN: Final = 0.25
 """How many limits a refusal may try before it names some, and the part of the budget for all of them and for each:

@@ -1,13 +1,19 @@
-"""What more evaluations, larger limits and more options do to the steps of `passes.balance`: none gets longer."""
+"""What more evaluations, larger limits and more options do to the steps of `passes.balance`, and how long a refusal
+takes."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from math import isfinite
+from statistics import median
 from typing import Final
 
 from limits import limited
-from more import BUDGETS, LIMITS, OPTIONS, problem, steps, worst
+from more import BUDGETS, LIMITS, OPTIONS, Asked, problem, steps, worst
+
+from graphir import passes
+from graphir.errors import PassError
 
 __all__ = ["rows"]
 
@@ -17,8 +23,22 @@ LONGER: Final = 1.005
 """The longest step, in steps of a balance that may do less."""
 
 
+REFUSALS: Final = 30
+SHARES: Final = (1.0, 0.75, 0.5, 0.35)
+SLOWER: Final = 1.5
+"""How many problems are asked within so many times their limits, and the seconds of a refusal, at most, in those of the
+slowest choice for the same problem."""
+
+
 def rows() -> Iterator[str]:
-    """The table: budgets, limits and options, each of which has the one before."""
+    """The two tables."""
+    yield from _grown()
+    yield ""
+    yield from _refusals()
+
+
+def _grown() -> Iterator[str]:
+    """Budgets, limits and options, each of which has the one before."""
     yield "| what grows | problems | longest step, in steps with less | longer by more than 0.5 % | refused with more |"
     yield "| --- | ---: | ---: | ---: | ---: |"
     found: dict[str, list[float]] = {}
@@ -36,3 +56,30 @@ def rows() -> Iterator[str]:
         longer = limited(str(sum(ratio > LONGER for ratio in kept)), at_most=0)
         refused = limited(str(len(ratios) - len(kept)), at_most=0)
         yield f"| {says[what]} | {len(ratios)} | {longest} | {longer} | {refused} |"
+
+
+def _refusals() -> Iterator[str]:
+    """By defaults: seconds of refusals in seconds of choices."""
+    yield "| problems | choices | refusals | a refusal, in choices, median | at most |"
+    yield "| ---: | ---: | ---: | ---: | ---: |"
+    chosen, refused, ratios = 0, 0, []
+    for seed in range(REFUSALS):
+        asked = problem(seed)
+        found = [_clock(asked, share) for share in SHARES]
+        choices = [seconds for seconds, fits in found if fits]
+        refusals = [seconds for seconds, fits in found if not fits]
+        chosen, refused = chosen + len(choices), refused + len(refusals)
+        ratios += [seconds / max(choices) for seconds in refusals] if choices else []
+    longest = limited(f"{max(ratios):.2f}", at_most=SLOWER)
+    yield f"| {REFUSALS} | {chosen} | {refused} | {median(ratios):.2f} | {longest} |"
+
+
+def _clock(asked: Asked, share: float) -> tuple[float, bool]:
+    """The seconds of a balance within a share of the limits, and whether there is a placement."""
+    limits = {device: int(share * nbytes) for device, nbytes in asked.limits.items()}
+    begun = time.perf_counter()
+    try:
+        passes.balance(asked.program, limits, topology=asked.topology)
+    except PassError:
+        return time.perf_counter() - begun, False
+    return time.perf_counter() - begun, True

@@ -23,7 +23,7 @@ from graphir.passes.choice.outcome import Outcomes
 from graphir.passes.choice.problem import AGAIN, KEEP, Choice
 from graphir.passes.choice.search import search
 from instances import INSTANCES, instance
-from runnable import batch_of, step_of, trained
+from runnable import batch_of, one_search, step_of, trained
 from torch import nn
 
 import graphir
@@ -33,6 +33,12 @@ from graphir.errors import PassError
 from graphir.facade.cli import app
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def _one_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_search(monkeypatch)
+
 
 CPU = graphir.Topology.named("cpu")
 balance = partial(passes.balance, topology="h200x8")

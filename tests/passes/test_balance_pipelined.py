@@ -13,7 +13,7 @@ from graphir.passes.choice.flow import Flow
 from graphir.passes.choice.outcome import Outcomes
 from graphir.passes.choice.problem import AGAIN, KEEP, Choice, Group, Problem, Task, Value
 from graphir.passes.micro_work import FORWARD, INPUT, WEIGHT
-from runnable import batch_of, short_searches, trained
+from runnable import batch_of, one_search, short_searches, trained
 from torch import Tensor, nn
 
 import graphir
@@ -21,6 +21,12 @@ from graphir import Program, passes, runtime
 from graphir.analysis.topology import Link, Speed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def _one_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_search(monkeypatch)
+
 
 balance = partial(passes.balance, topology="h200x8")
 _DEVICES = ("gpu:0", "gpu:1", "cpu:0")
