@@ -17,7 +17,7 @@ model on one device, unlike devices, and replicas side by side.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator
@@ -171,7 +171,8 @@ class _Ordering:
         """What plans come to."""
         streams = self.place.host is None
         figures = PlanFigures(self.work, PlanSeconds(self.work, by_lane=streams))
-        return Judge(figures, self.issued if streams else None)
+        # No method: what holds itself stays in memory until the collector looks.
+        return Judge(figures, partial(_issued, self.program, self.work, self.place) if streams else None)
 
     def found(self) -> Program | None:
         """The program in this order; None where no order keeps within the limits."""
@@ -179,25 +180,9 @@ class _Ordering:
         if limits:
             self.refuse_unknown(limits)
             order = self.within(limits).fastest()
-            return None if order is None else self.ordered(order)
+            return None if order is None else _ordered(self.program, order)
         found = self.orders.within_1f1b() if limits is None and schedule == "zero_bubble" else None
-        return self.ordered((found or self.orders.unbeaten(schedule)).order)
-
-    def ordered(self, order: Sequence[int]) -> Program:
-        """The program with its operators in this order."""
-        net = self.program.step
-        ops = tuple([net.ops[i] for i in order])
-        blobs = {name: net.blobs[name] for name in net.external_inputs}
-        blobs.update([(name, net.blobs[name]) for op in ops for name in op.outputs if name not in blobs])
-        # Copies stand where they are due: one issued earlier lets a lane wait that could compute, and takes a second
-        # receive buffer.
-        return self.program.with_(step=net.with_(ops=ops, blobs={**blobs, **net.blobs}), ahead=0)
-
-    def issued(self, order: Sequence[int]) -> float:
-        """The seconds of a step that one host thread issues to streams, as :func:`graphir.estimate` predicts them."""
-        plan, seconds = instructed(self.ordered(order)), self.work.seconds
-        costs = [Cost(seconds[i], "roofline") for i in order]
-        return predicted(plan, plan.dims, costs, streams_of(self.place), self.place).times.seconds
+        return _ordered(self.program, (found or self.orders.unbeaten(schedule)).order)
 
     def within(self, limits: Mapping[str, int]) -> Within:
         """A search within limits."""
@@ -231,6 +216,25 @@ class _Ordering:
                     where=f"program {self.program.name!r}",
                     fix=f"its devices: {', '.join(self.work.devices)}",
                 )
+
+
+def _ordered(program: Program, order: Sequence[int]) -> Program:
+    """A program with its operators in an order."""
+    net = program.step
+    ops = tuple([net.ops[i] for i in order])
+    blobs = {name: net.blobs[name] for name in net.external_inputs}
+    blobs.update([(name, net.blobs[name]) for op in ops for name in op.outputs if name not in blobs])
+    # Copies stand where they are due: one issued earlier lets a lane wait that could compute, and takes a second
+    # receive buffer.
+    return program.with_(step=net.with_(ops=ops, blobs={**blobs, **net.blobs}), ahead=0)
+
+
+def _issued(program: Program, work: Work, place: Topology, order: Sequence[int]) -> float:
+    """The seconds of a step in an order, which one host thread issues to streams, as :func:`graphir.estimate` predicts
+    them."""
+    plan = instructed(_ordered(program, order))
+    costs = [Cost(work.seconds[i], "roofline") for i in order]
+    return predicted(plan, plan.dims, costs, streams_of(place), place).times.seconds
 
 
 def _warn_of_waiting(work: Work) -> None:

@@ -16,6 +16,7 @@ are reckoned to be slower than the fastest so far are not emitted.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 from heapq import heappop, heappush
@@ -49,9 +50,11 @@ _HOPELESS: Final = 1.1
 """How many times a limit may be reckoned to be held so that a plan is worth a look."""
 
 _FASTER: Final = 1.03
+_FASTER_BY_ORDER: Final = 1.25
 _FRUITLESS: Final = 8
 """A plan that is reckoned to take more than so many times as long as the fastest so far is not judged, nor is any other
-after so many in a row that were no faster."""
+of its kind after so many in a row that were no faster. What the order of micro-batches makes of a plan is not reckoned:
+where they flow, the first plan of each kind may be reckoned to take longer."""
 
 _EARLY: Final = 2
 _BEFORE_HOSTED: Final = 8
@@ -273,17 +276,24 @@ class ByHand:
         return heappop(min(heaps, key=lambda heap: (heap[0].over, self.said_of(heap[0])))) if heaps else None
 
     def said_of(self, one: _Try) -> float:
-        """The seconds that a plan is reckoned to take, times what plans of its kind took longer that were judged."""
-        return one.seconds * self.said.get(one.kind, 1.0)
+        """The seconds that a plan is reckoned to take, times what judged plans of its kind took longer; where none was
+        judged, times what plans took longer that move modules as it does, and do nothing else."""
+        return one.seconds * self.said.get(one.kind, self.said.get(one.kind[:1], 1.0))
+
+    def faster(self, one: _Try) -> float:
+        """How many times as long as the fastest so far a plan may be reckoned to take so that it is judged."""
+        return _FASTER_BY_ORDER if self.plans.flows and one.kind not in self.said else _FASTER
 
     def in_order(self, most: int | None = None) -> _Tried:
         """Judge the plans that were added, so many at most; those that are reckoned to exceed limits only while none
         keeps within them."""
-        fruitless = judged = 0
-        while fruitless < _FRUITLESS and judged != most and (one := self.pop()) is not None:
+        fruitless, judged = Counter[tuple[str, ...]](), 0
+        while judged != most and (one := self.pop()) is not None:
             draft, best = Draft(one.cut.moves, one.ways), self.best
-            if draft in self.known or (
-                best is not None and (one.over or self.said_of(one) > _FASTER * best.judged.seconds)
+            if (
+                draft in self.known
+                or fruitless[one.kind] >= _FRUITLESS
+                or (best is not None and (one.over or self.said_of(one) > self.faster(one) * best.judged.seconds))
             ):
                 continue
             if (over := self.known_over(one)) > one.over:
@@ -292,7 +302,7 @@ class ByHand:
             yield from self.judge(draft)
             judged += 1
             hand = self.known[draft]
-            fruitless = 0 if self.best is None or self.best is not best else fruitless + 1
+            fruitless[one.kind] = 0 if self.best is None or self.best is not best else fruitless[one.kind] + 1
             if hand is not None:
                 self.correct(one, hand)
 

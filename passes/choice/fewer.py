@@ -55,7 +55,10 @@ def best_of(balancing: Balancing) -> Balanced:
             balancing.interrupted = True
     if not found:
         assert refused is not None
-        raise refused
+        try:
+            raise refused
+        finally:
+            del refused  # else this frame and the traceback of the refusal would hold each other
     best = min(found, key=lambda one: one.after)
     others = [attempt.grouped.problem for attempt in balancing.searches.begun()]  # the bound is of all options
     return replace(best, evaluated=sum([one.evaluated for one in found]), reasons=best.reasons._replace(others=others))

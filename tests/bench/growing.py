@@ -52,8 +52,10 @@ def _grown() -> Iterator[str]:
     }
     for what, ratios in found.items():
         kept = [ratio for ratio in ratios if isfinite(ratio)]
-        longest = limited(f"{max(kept):.4f}", at_most=1.0 if what == "budget" else LONGER)
-        longer = limited(str(sum(ratio > LONGER for ratio in kept)), at_most=0)
+        longest, longer = f"{max(kept):.4f}", str(sum(ratio > LONGER for ratio in kept))
+        if what != "limits":  # nothing is promised of these
+            longest = limited(longest, at_most=1.0 if what == "budget" else LONGER)
+            longer = limited(longer, at_most=0)
         refused = limited(str(len(ratios) - len(kept)), at_most=0)
         yield f"| {says[what]} | {len(ratios)} | {longest} | {longer} | {refused} |"
 
