@@ -192,7 +192,8 @@ def test_other_optimizers_step_by_the_gradients_that_a_step_hands_back() -> None
     lbfgs = torch.optim.LBFGS(model.parameters())
     error = said(lambda: graphir.capture(model, (X,), targets=(Y,), loss=loss, optimizer=lbfgs))
     assert error.fix.endswith(
-        "; or capture without an optimizer: what gradients() returns after each step is for any optimizer to take"
+        "; or capture without an optimizer: any optimizer can take the gradients that gradients() returns after "
+        "each step"
     )
     with graphir.compile(model, (X,), targets=(Y,), loss=loss) as step:
         step.step(X, Y)
@@ -264,7 +265,7 @@ class Graph(nn.Module):
 def test_a_sparse_argument_is_passed_in_parts() -> None:
     matrix = torch.eye(4).to_sparse()
     error = said(lambda: graphir.capture(Graph(), (X, matrix)))
-    assert "pass its dense parts" in error.fix and "index_add(0, indices[0]" in error.fix
+    assert "pass the dense parts of the tensor" in error.fix and "index_add(0, indices[0]" in error.fix
     parts = matrix.coalesce().indices(), matrix.coalesce().values()
     found = graphir.capture(Graph(), (X, *parts))
     with runtime.Session(passes.emit(found), found.state, binding="cpu") as session:
@@ -278,7 +279,7 @@ class Complex(nn.Module):
 
 def test_a_complex_argument_is_passed_as_a_real_one() -> None:
     x = torch.complex(X, X + 1)
-    assert said(lambda: graphir.capture(Complex(), (x,))).fix.startswith("pass torch.view_as_real of it")
+    assert said(lambda: graphir.capture(Complex(), (x,))).fix.startswith("pass torch.view_as_real(tensor)")
     found = graphir.capture(Complex(), (torch.view_as_real(x),))
     with runtime.Session(passes.emit(found), found.state, binding="cpu") as session:
         assert torch.equal(session.step(torch.view_as_real(x)), Complex()(x))

@@ -295,7 +295,7 @@ def refused(text: str, model: nn.Module, make: Make | None) -> None:
     ],
 )
 def test_what_torch_does_not_do_by_a_sparse_gradient(text: str, make: Make) -> None:
-    refused(f"the sparse gradient of 'user.weight' does not go with {text}\n", Lookups(), make)
+    refused(f"{text} does not support the sparse gradient of 'user.weight'\n", Lookups(), make)
 
 
 def test_sparse_adam_takes_no_dense_gradient() -> None:
@@ -309,7 +309,7 @@ def test_sparse_adam_takes_no_dense_gradient() -> None:
 
 
 def test_a_sparse_gradient_needs_an_optimizer() -> None:
-    refused("'user.weight' has a sparse gradient, which a program can't hand back", Lookups(), None)
+    refused("'user.weight' has a sparse gradient, which a program can't return", Lookups(), None)
 
 
 def test_padding_of_an_embedding_depends_on_data() -> None:

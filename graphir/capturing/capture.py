@@ -136,8 +136,8 @@ def capture(
     joint = backward is not False
     if joint and loss is not None:
         raise CaptureError(
-            "backward is given, and a loss, whose backward starts from the loss itself",
-            fix="leave backward out; or leave the loss out, and give the gradients of the outputs to the step",
+            "backward and loss are both given, but the backward of a step with a loss starts from the loss",
+            fix="leave backward out; or leave loss out, and give the gradients of the outputs to the step",
         )
     target_kind = Target(target)
     options = read_options(
@@ -198,7 +198,7 @@ def _positions(backward: object) -> tuple[int, ...] | None:
     if positions and all(type(position) is int and position >= 0 for position in positions):
         return tuple(sorted(set(positions)))
     raise CaptureError(
-        f"backward={backward!r}: a step has one, or not, or one of some outputs",
+        f"backward={backward!r} is neither a bool nor positions of outputs",
         fix="give True, False, or positions of outputs such as [0]",
     )
 

@@ -124,6 +124,6 @@ def seeded(step: int, replica: int = 0) -> Iterator[None]:
     """
     for word, number in (("step", step), ("replica", replica)):
         if type(number) is not int or number < 0:
-            raise CaptureError(f"seeded: {word} is {number!r}", fix="give a whole number, counted from 0")
+            raise CaptureError(f"seeded: {word} is {number!r}, not a whole number of at least 0", fix="count from 0")
     with rng_state_followed(), values_computed_alone(), _Seeded(step, replica, SeedIds(draws=True)):
         yield

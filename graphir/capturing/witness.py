@@ -100,7 +100,7 @@ class StepWitness:
             self._found[point] = self._compared(at)
         found = self._found[point]
         if found is not None:
-            raise self._refusal(found, "; a session without witness would run it as it is")
+            raise self._refusal(found, "; a session without a witness would run the program unchanged")
 
     def recorded(self, dims: Dims) -> Program:
         """A program of the step at sizes where the step differs from the captured program, with that program's update.
@@ -134,10 +134,10 @@ class StepWitness:
 
     def _refusal(self, found: _Difference, otherwise: str = "") -> CoverageError:
         return CoverageError(
-            f"the step is not the program's at {found.point}: {found.how}",
+            f"the step differs from the program at {found.point}: {found.how}",
             at=found.at,
             where=found.where or f"program {self._program.name!r}",
-            fix=f"capture the model at these sizes, or give others{otherwise}",
+            fix=f"capture the model at these sizes, or run other sizes{otherwise}",
         )
 
     @property
@@ -196,24 +196,22 @@ class StepWitness:
         given = [*recording.state.values(), *(v for v in recording.inputs if v is not None)]
         for value in [*given, *(value for value, _ in recording.constants)]:
             if not self._is_laid_out(value, dims):
-                return _Difference(
-                    point_text(dims), f"{described(value.kind, value.label)} has another shape or type there"
-                )
+                return _Difference(point_text(dims), f"{described(value.kind, value.label)} has another shape or type")
         for op, call in zip(ops, recording.calls, strict=False):
             if how := self._difference(op, call, dims):
                 at = operator_text(op, self._program.step)
                 return _Difference(point_text(dims), how, where(op.module, op.source), at)
         if len(ops) != len(recording.calls):
-            how = f"it calls {len(recording.calls)} operators there, in the program {len(ops)}"
+            how = f"the step calls {len(recording.calls)} operators, the program {len(ops)}"
             return _Difference(point_text(dims), how)
         parts = outcome(recording)
         for part, became in self._outline.parts.items():
             if parts[part] != became:
-                return _Difference(point_text(dims), f"it differs in {part}")
+                return _Difference(point_text(dims), f"the difference is in {part}")
         for value, tensor in recording.constants:
             name = self._outline.names[value.index]
             if not self._holds(name, tensor):
-                return _Difference(point_text(dims), f"the constant {name!r} has other values there")
+                return _Difference(point_text(dims), f"the constant {name!r} has other values")
         return None
 
     def _holds(self, name: str, tensor: torch.Tensor) -> bool:
@@ -226,22 +224,22 @@ class StepWitness:
     def _difference(self, op: Operator, call: RecordedCall, dims: Dims) -> str:
         """How a recorded call differs from the program's operator at the same place; empty where it does not."""
         if call.type != op.type:
-            return f"it calls {call.type} there"
+            return f"the step calls {call.type}"
         for verb, values, names, versions in (
             ("reads", call.inputs, op.inputs, op.input_versions),
             ("makes", call.outputs, op.outputs, op.output_versions),
         ):
             if self._of(values) != names or stored_versions([v.version for v in values]) != versions:
-                return f"it {verb} other values there"
+                return f"the operator {verb} other values"
         if (call.operands, call.results, call.seed) != (op.operands, op.results, op.seed):
-            return "it arranges what it reads and makes otherwise there"
+            return "the operator groups its operands and results differently, or has another seed"
         for name in dict.fromkeys([*op.args, *call.args]):
             ours, its = _bound(op.args.get(name), dims), call.args.get(name)
             if not _same_arg(ours, its, call):
-                return f"{name} is {its} there, in the program {ours}"
+                return f"argument {name} is {its}, in the program {ours}"
         for value in call.outputs:
             if not self._is_laid_out(value, dims):
-                return f"it makes {tuple(value.shape)} {value.dtype} with strides {tuple(value.strides)} there"
+                return f"the operator makes {tuple(value.shape)} {value.dtype} with strides {tuple(value.strides)}"
         return ""
 
     def _of(self, values: Sequence[Value]) -> tuple[str, ...]:
@@ -278,7 +276,7 @@ def _read(step: Step, dims: Dims, read: Callable[[Step, Recording], _T], named: 
 
 
 def _unrecordable(dims: Dims, error: CaptureError) -> _Difference:
-    return _Difference(point_text(dims), f"it can't be recorded there: {error.what}", error.where)
+    return _Difference(point_text(dims), f"the step can't be recorded: {error.what}", error.where)
 
 
 def _without_data(arguments: Arguments) -> Arguments:

@@ -26,7 +26,7 @@ def witness_of(given: Program, program: Program) -> Callable[[Dims], None]:
         raise SessionError(
             f"witness is a {type(given).__name__}, not a program",
             where=where,
-            fix="pass what graphir.capture returned: witness=program",
+            fix="pass the program that graphir.capture returned: witness=program",
         )
     witness = given.witness
     if witness is None:
@@ -38,8 +38,8 @@ def witness_of(given: Program, program: Program) -> Callable[[Dims], None]:
     ours, theirs = (p.interface for p in (program, given))
     if (ours.arguments, ours.feeds, ours.module_state) != (theirs.arguments, theirs.feeds, theirs.module_state):
         raise SessionError(
-            f"the plan is not one of program {given.name!r}, which is given as its witness: they take other arguments, "
-            "or hold other state",
+            f"the plan was not made of program {given.name!r}, which is given as its witness: their arguments or "
+            "states differ",
             where=where,
             fix="pass the program that the plan was made of",
         )

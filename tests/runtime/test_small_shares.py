@@ -323,7 +323,9 @@ def test_a_module_that_has_changed_is_not_recorded_instead() -> None:
         model.fc.register_forward_hook(lambda module, args, output: output + 1)
         assert torch.equal(session.step(x), kept)  # a session stays as captured
     with Session(passes.emit(program), program.state) as session:
-        with pytest.raises(CoverageError, match=r"takes batch>=2: .*; the step is not the program's at batch 6: it"):
+        with pytest.raises(
+            CoverageError, match=r"takes batch>=2: .*; the step differs from the program at batch 6: the"
+        ):
             session.step(x)
         assert session.usable and session.steps_done == 0
 

@@ -18,10 +18,10 @@ from .structures import named_leaves, tuple_of, written_structure
 
 __all__ = ["Arguments", "Leaf", "read_arguments"]
 
-_AS_REAL: Final = "pass torch.view_as_real of it, and let the model begin with torch.view_as_complex"
+_AS_REAL: Final = "pass torch.view_as_real(tensor), and let the model begin with torch.view_as_complex"
 _AS_PARTS: Final = (
-    "pass its dense parts; of a sparse matrix a.coalesce() the indices() and values(), whose product with x is "
-    "y.index_add(0, indices[0], values[:, None] * x[indices[1]])"
+    "pass the dense parts of the tensor: for a sparse matrix indices() and values() of a.coalesce(); its product "
+    "with x is y.index_add(0, indices[0], values[:, None] * x[indices[1]])"
 )
 
 
@@ -141,8 +141,8 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor | Scalar]
                 raise CaptureError(f"argument {path!r} is a {kind} tensor", fix=fix)
             if type(leaf) not in PLAIN:
                 raise CaptureError(
-                    f"argument {path!r} is a {type(leaf).__name__}, whose operators may be others than a tensor's",
-                    fix="pass it .as_subclass(torch.Tensor)",
+                    f"argument {path!r} is a {type(leaf).__name__}, whose operators may differ from a plain tensor's",
+                    fix="pass tensor.as_subclass(torch.Tensor)",
                 )
         elif not isinstance(leaf, (bool, int, float, str, type(None))):
             raise CaptureError(
@@ -168,8 +168,8 @@ def _sizes_of(leaves: Sequence[Leaf]) -> dict[str, int]:
         first = seen.setdefault(id(tensor), leaf)
         if first.dims != leaf.dims:
             raise CaptureError(
-                f"{first.name!r} and {leaf.name!r} are one tensor, and batch_dims names its dimensions in two ways",
-                fix="name them equally, or pass a copy of the tensor",
+                f"{first.name!r} and {leaf.name!r} are one tensor, but batch_dims names its dimensions differently",
+                fix="use the same names for both, or pass a copy of the tensor",
             )
         for d, name in leaf.dims.items():
             of_name = sizes.setdefault(name, {})
@@ -182,12 +182,14 @@ def _size(name: str, found: Mapping[str, int]) -> int:
     what = "the batch dimensions" if name == BATCH else f"the dimensions {name!r}"
     if len(set(found.values())) > 1:
         text = ", ".join(f"{leaf}: {size}" for leaf, size in found.items())
-        raise CaptureError(f"{what} differ in size ({text})", fix="pass batch_dims, None for whole tensors")
+        raise CaptureError(
+            f"{what} differ in size ({text})", fix="pass batch_dims, with None for tensors without such a dimension"
+        )
     leaf, size = next(iter(found.items()))
     if size == 0:
         noun = "batch" if name == BATCH else f"dimension {name!r}"
         raise CaptureError(
             f"the {noun} is empty: {leaf!r} has no samples",
-            fix="capture with a batch of at least one sample, best of the size that runs later",
+            fix="capture with at least one sample, preferably at the batch size that runs later",
         )
     return size

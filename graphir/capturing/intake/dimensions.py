@@ -82,17 +82,18 @@ def _named(dims: int | Mapping[Any, str] | None, path: str, value: Any) -> dict[
             raise CaptureError(f"batch_dims has the key {d!r} for argument {path!r}", fix=_FIX)
         if not (name.isidentifier() and name.isascii()):
             raise CaptureError(
-                f"batch_dims calls a dimension of {path!r} {name!r}", fix="write names such as length, src_len"
+                f"batch_dims names a dimension of {path!r} {name!r}, which is not an ASCII identifier",
+                fix="use names such as length or src_len",
             )
         if not -value.dim() <= d < value.dim():
             raise CaptureError(
-                f"batch_dims has {d} for a tensor of {value.dim()} dimensions",
+                f"batch_dims names dimension {d} of a tensor that has {value.dim()} dimensions",
                 where=f"argument {path!r}",
                 fix=_FIX,
             )
         if found.setdefault(d % value.dim(), name) != name or list(found.values()).count(BATCH) > 1:
             raise CaptureError(
-                f"batch_dims names two dimensions of {path!r} {BATCH!r}, or one of them twice",
-                fix="a tensor is split along one dimension",
+                f"batch_dims names two dimensions of {path!r} {BATCH!r}, or names one dimension twice",
+                fix=f"give each dimension one name, and one dimension the name {BATCH!r}",
             )
     return dict(sorted(found.items()))

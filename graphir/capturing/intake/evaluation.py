@@ -20,9 +20,9 @@ def warn_of_evaluation(model: nn.Module) -> None:
         path, module = changed[0]
         others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         warn(
-            f"a training step is captured of {type(model).__name__} in evaluation mode: {type(module).__name__} "
-            f"{path!r}{others} will not do what they do in training; call model.train() before, or filter this warning "
-            "where that is meant",
+            f"{type(model).__name__} is in evaluation mode, but a training step is captured: {type(module).__name__} "
+            f"{path!r}{others} will not act as in training; call model.train() before the capture, or filter this "
+            "warning if evaluation mode is intended",
             TrainingWarning,
         )
 

@@ -97,7 +97,7 @@ def read_optimizer(optimizer: object, blobs: Mapping[int, str]) -> tuple[Group, 
         raise CaptureError(
             f"optimizer {type(optimizer).__name__} is not supported",
             fix=f"supported: {', '.join(kind.__name__ for kind in _RULES)}; or capture without an optimizer: "
-            "what gradients() returns after each step is for any optimizer to take",
+            "any optimizer can take the gradients that gradients() returns after each step",
         )
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise CaptureError("the optimizer has step hooks, which a program would not run", fix="remove the hooks")
@@ -181,9 +181,9 @@ def with_layout(update: ParamUpdate, sparse: bool, alone: bool) -> ParamUpdate:
     if ours is None or unfit:
         what = unfit[0] if ours is not None else update.type
         raise CaptureError(
-            f"the sparse gradient of {update.param!r} does not go with {what}",
-            fix="sparse gradients take SGD without momentum and weight decay, Adagrad without weight decay, "
-            "SparseAdam or RowWiseAdagrad, none of them fused; or use sparse=False",
+            f"{what} does not support the sparse gradient of {update.param!r}",
+            fix="use SGD without momentum and weight decay, Adagrad without weight decay, SparseAdam or "
+            "RowWiseAdagrad, without fused=True; or use sparse=False",
         )
     return update._replace(type=ours)
 
@@ -216,8 +216,8 @@ def _check_fused_sgd(name: str, param: torch.Tensor, options: Mapping[str, Any],
     if options.get("fused") and half and param.requires_grad:
         kind = str(param.dtype).removeprefix("torch.")
         raise CaptureError(
-            f"fused=True is not supported for {name!r}, whose type is {kind}: on the CPU torch's fused SGD leaves such "
-            "parameters as they are and reads beyond their momentum buffers",
+            f"fused=True is not supported for {name!r} of type {kind}: torch's fused SGD on the CPU does not update "
+            "such parameters, and reads beyond the end of their momentum buffers",
             where=place,
             fix="set fused=False in this group",
         )
@@ -256,11 +256,11 @@ def _check_kept(name: str, param: torch.Tensor, kept: Mapping[str, Any], rule: _
         if value is None:
             if key in rule.late:
                 continue
-            what = f"the optimizer has state of parameter {name!r}, but no {key!r} in it"
+            what = f"the optimizer's state of parameter {name!r} has no {key!r}"
         elif key == "step" and not _is_number(value):
             what = f"'step' of parameter {name!r} is no number"
         elif key != "step" and not _is_like(value, param, _shape(key, param)):
-            what = f"{key!r} of parameter {name!r} is no dense tensor of its shape and type"
+            what = f"{key!r} of parameter {name!r} is not a dense tensor of the expected shape and type"
         else:
             continue
         raise CaptureError(what, where=place, fix="make a new optimizer with these options, or load a state that fits")

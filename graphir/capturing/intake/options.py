@@ -110,8 +110,8 @@ def _loss_scale(given: object, optimizer: bool) -> float | LossScaler | None:
     if not given.is_enabled():
         # torch disables a scaler for a device that is missing. It looks like a scaler that was disabled on purpose.
         raise CaptureError(
-            "loss_scale is a GradScaler that is disabled, as torch makes GradScaler('cuda') where there is no GPU: the "
-            "program would not scale the loss",
+            "loss_scale is a disabled GradScaler, so the program would not scale the loss; without a GPU torch "
+            "disables GradScaler('cuda')",
             fix='to scale, pass torch.amp.GradScaler("cpu", init_scale=65536.0), which scales on every device; not to '
             "scale, leave loss_scale out",
         )
@@ -198,8 +198,8 @@ def refuse_loss(loss: object, targets: object) -> None:
         signature.bind(None, *targets)
     except TypeError as e:
         raise CaptureError(
-            f"the loss does not take the model's output and the targets ({len(targets)}): {e}",
-            fix="pass in targets= what it takes after the output, as a tuple",
+            f"the loss can't be called with the model's output and the targets ({len(targets)}): {e}",
+            fix="pass in targets=, as a tuple, the arguments that the loss takes after the output",
         ) from None
 
 
@@ -216,6 +216,6 @@ def refuse_output(output: object, loss: object) -> None:
         )
     if output is not None and loss is not None:
         raise CaptureError(
-            "output is given, and a loss, which takes what the model returns and is what the step returns",
-            fix="leave output out, and choose within the loss what it needs",
+            "output and loss are both given, but a step with a loss returns the loss",
+            fix="leave output out, and let the loss choose from the results of the model",
         )

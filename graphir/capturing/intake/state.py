@@ -69,7 +69,9 @@ def _check(path: str, kind: str, tensor: torch.Tensor, hooked: bool) -> None:
     owner = where(path.rpartition(".")[0])
     if is_lazy(tensor):
         raise CaptureError(
-            f"{kind} {path!r} has no shape yet", where=owner, fix="run the model once, which gives lazy modules theirs"
+            f"{kind} {path!r} has no shape yet",
+            where=owner,
+            fix="run the model once before the capture, so that lazy modules get their shapes",
         )
     if type(tensor) not in PLAIN or tensor.layout != torch.strided:
         what = f"a {type(tensor).__name__} of layout {tensor.layout}"

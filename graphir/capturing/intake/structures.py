@@ -27,7 +27,7 @@ def named_leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     except RecursionError:
         raise CaptureError(
             f"{name!r} is nested too deep; a container may contain itself",
-            fix="pass tensors in tuples, lists and dicts that are no part of themselves",
+            fix="pass tensors in tuples, lists and dicts that do not contain themselves",
         ) from None
     except ValueError:  # a registered class that gives no keys: positions
         yield from ((f"{name}.{i}", leaf) for i, leaf in enumerate(pytree.tree_leaves(value)))
@@ -59,7 +59,7 @@ def written_structure(spec: pytree.TreeSpec, what: str) -> str:
         return pytree.treespec_dumps(spec)
     except Exception as e:
         raise CaptureError(
-            f"the structure of {what} can't be written down: {e}",
+            f"the structure of {what} can't be serialized: {e}",
             fix="use tuples, lists and dicts, or register the class with a serialized_type_name "
             "(torch.export.register_dataclass, torch.utils._pytree.register_pytree_node)",
         ) from e

@@ -47,8 +47,8 @@ def run_here_alone(model: torch.nn.Module) -> Iterator[None]:
         if any(called):
             raise CaptureError(
                 f"another thread runs the module {type(model).__name__} while it is captured",
-                fix="hold a lock around the capture and around each call of the module; and let its forward run its "
-                "modules in one thread",
+                fix="hold a lock around the capture and around each call of the module; and let the forward of the "
+                "module run its submodules in one thread",
             ) from None
 
     check()

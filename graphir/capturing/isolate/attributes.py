@@ -249,7 +249,7 @@ class _OfModule:
                     old, new = named(contents), named(now)
                     private = private or all(key.startswith("_") or old.get(key, "") is None for key in altered)
                     now = [new[key] for key in altered if key in new]
-                what = f"what the attribute {attribute!r} holds"
+                what = f"the contents of the attribute {attribute!r}"
                 changes.append(self._change(what, attribute, now, private, left=False))
         return changes
 
@@ -268,9 +268,9 @@ class _OfModule:
             f"the step changes {what}, which a program would not do",
             where=where(self._path),
             fix=Outside(
-                "keep it in a buffer and update that in place, or don't store it on the module; if the first step "
-                "alone changes it, run one before the capture; if nothing depends on it, pass "
-                f"allow_changes=({whole!r},)"
+                "keep the value in a buffer and update the buffer in place, or don't store the value on the module; if "
+                "only the first step changes the attribute, run one step before the capture; if nothing depends on the "
+                f"attribute, pass allow_changes=({whole!r},)"
             ),
         )
         if refused:

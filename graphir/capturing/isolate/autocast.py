@@ -38,7 +38,7 @@ _RECOMPUTING: Final = "torch.utils.checkpoint"
 """The module of checkpoints. A checkpoint recomputes under the autocast for the host that torch told its forward of.
 Here this is CUDA's: the step has not asked for two kinds."""
 _UNTOLD: Final = (
-    "without a GPU torch switches autocast for CUDA off, and nothing tells whether this one was meant to be"
+    "without a GPU torch disables every autocast for CUDA, so capture can't know whether this one was meant to cast"
 )
 _MADE: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 """Autocasts that were made within recordings, where torch does not switch off those for CUDA."""
@@ -63,8 +63,8 @@ class Target:
     def __init__(self, given: str | None) -> None:
         if given is not None and given not in _KINDS:
             raise CaptureError(
-                f"target={given!r}: a step is recorded for the host or for CUDA",
-                fix='write target="cpu" or target="cuda"; on which devices it runs is for passes to say',
+                f"target={given!r} is neither 'cpu' nor 'cuda'",
+                fix='write target="cpu" or target="cuda"; passes choose the devices on which the program runs',
             )
         self.given = given
         self.is_cuda = given == "cuda" or (given is None and _C.is_autocast_enabled("cuda"))
@@ -73,8 +73,8 @@ class Target:
         if given != "cpu" and _is_within_idle_region():
             warn(
                 f"the capture is within a torch.autocast for CUDA that casts nothing: {_UNTOLD}. To record CUDA's "
-                'casts enter it in the forward, or write torch.autocast("cpu", …) around a capture with target="cuda"; '
-                'target="cpu" records none',
+                'casts, enter torch.autocast("cuda", …) in the forward, or write torch.autocast("cpu", …) around a '
+                'capture with target="cuda"; to record no casts, pass target="cpu"',
                 TrainingWarning,
             )
 
@@ -82,20 +82,20 @@ class Target:
         """Refuse an operator of a library that has a kernel of its own for CUDA's autocast, under autocast for CUDA."""
         if self.casts and has_kernel(func.name(), CUDA):
             raise CaptureError(
-                f"the step calls {func.name()} under autocast for CUDA, which has casts of its own there, and these do "
-                "not show on the host",
+                f"the step calls {func.name()} under autocast for CUDA: this operator registers casts of its own for "
+                "CUDA, which can't be recorded on the host",
                 where=where(scope),
-                fix='call it within torch.autocast("cuda", enabled=False), with its arguments cast as it casts them, '
-                "such as x.bfloat16()",
+                fix='call the operator within torch.autocast("cuda", enabled=False), and cast the arguments as the '
+                "operator would cast them, such as x.bfloat16()",
             )
 
     def refuse_inference(self, scope: str) -> None:
         """Refuse a composite operator in inference mode, which torch shows whole, under autocast for CUDA."""
         if self.casts:
             raise CaptureError(
-                "the step enters inference mode under autocast for CUDA, where the casts within operators do not show",
+                "the step enters inference mode under autocast for CUDA, where casts within operators don't show",
                 where=where(scope),
-                fix="write torch.no_grad() for torch.inference_mode()",
+                fix="write torch.no_grad() in place of torch.inference_mode()",
             )
 
 
@@ -195,11 +195,11 @@ class _Follow:
         asking = sys._getframe(1)
         if enabled and asking.f_code.co_name == _CUSTOM and asking.f_locals.get("cast_inputs") is not None:
             raise CaptureError(
-                "the step runs a custom_fwd with cast_inputs under autocast for CUDA: it casts tensors that say that "
-                "they are on a CUDA device, and recorded ones are on the host",
+                "the step runs a custom_fwd with cast_inputs under autocast for CUDA: custom_fwd casts only tensors on "
+                "a CUDA device, and recorded tensors are on the host",
                 where=where(self._here()),
-                fix="leave cast_inputs out, and convert the arguments in the forward, as by x.float(), with "
-                'torch.autocast("cuda", enabled=False):',
+                fix="leave cast_inputs out, and convert the arguments in the forward, as by x.float(), within "
+                'torch.autocast("cuda", enabled=False)',
             )
         return enabled
 
@@ -247,11 +247,11 @@ class _Follow:
         def entered(autocast: Any) -> Any:
             if autocast.device == "cuda" and not autocast._enabled and switched_off and autocast not in _MADE:
                 raise CaptureError(
-                    "the step enters a torch.autocast for CUDA that was made outside of it, as by a decorator: "
+                    "the step enters a torch.autocast for CUDA that was made outside of the step, as by a decorator: "
                     f"{_UNTOLD}",
                     where=where(self._here()),
-                    fix='enter it in the forward, with torch.autocast("cuda", …):, or capture with target="cpu", '
-                    "without casts for CUDA",
+                    fix='write "with torch.autocast("cuda", …):" in the forward, or capture with target="cpu", which '
+                    "records no casts for CUDA",
                 )
             return enter(autocast)
 
@@ -262,8 +262,8 @@ class _Follow:
             "the step is under autocast for CUDA in one place and for the host in another",
             where=where(self._here()),
             fix=Outside(
-                'capture with target="cuda", where both are CUDA\'s, or with target="cpu", where those for CUDA cast '
-                "nothing; or write the same kind of device in both places"
+                'write the same kind of device in both places; or capture with target="cuda", which records CUDA\'s '
+                'casts in both, or with target="cpu", where autocast for CUDA casts nothing'
             ),
         )
 

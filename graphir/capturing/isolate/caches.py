@@ -117,11 +117,11 @@ class Caches:
         for made in self._remaining() if self._survive(_YOUNGEST, _OLDEST) else ():
             if made.known or made.type != _CAST or not open_regions():
                 raise CaptureError(
-                    f"the step keeps what {made.type} makes outside of the model, where the next eager step would find "
-                    "a tensor without data",
+                    f"the step keeps a result of {made.type} outside of the model, where the next eager step would "
+                    "find a tensor without data",
                     where=made.line,
-                    fix="make it in each step, keep it in a buffer or use functools.cache, leave results in an "
-                    "attribute of the module; and delete it now",
+                    fix="compute the tensor in each step, keep a constant in a buffer or by functools.cache, keep a "
+                    "result in an attribute of the module; and delete the kept tensor now",
                 )
         self._made.clear()
 

@@ -139,9 +139,10 @@ def _own_key() -> Any:
     free = [name for name in _KEYS if hasattr(_C.DispatchKey, name) and not has_kernel("aten::mm", name)]
     if not free:
         raise CaptureError(
-            f"autocast for CUDA is recorded by a dispatch key that no tensor has, and backends of torch have taken "
+            "capture records autocast for CUDA by a dispatch key that no tensor has, but backends of torch use "
             f"{' and '.join(_KEYS)}",
-            fix='capture in a process that does not import them, or with target="cpu", without casts for CUDA',
+            fix='capture in a process that does not import these backends, or with target="cpu", which records no '
+            "casts for CUDA",
         )
     name = free[0]
     _keep("_").fallback(torch.library.fallthrough_kernel, name)
@@ -203,8 +204,8 @@ def _casts_of(func: Any, given: Mapping[str, Any]) -> _Casts:
     if key not in _known:
         if not lower.is_floating_point:
             raise CaptureError(
-                f"the step is under autocast for {lower}, to which no operator of CUDA can cast",
-                fix="give torch.autocast dtype=torch.bfloat16, or torch.float16",
+                f"the step is under autocast with dtype={lower}, to which no operator can cast on CUDA",
+                fix="pass dtype=torch.bfloat16 or torch.float16 to torch.autocast",
             )
         recurrent = func in _RECURRENT
         _known[key] = _recurrent_casts(func, given, lower) if recurrent else _asked_casts(func, given)

@@ -67,8 +67,8 @@ def _unchanged(here: Callable[[], str]) -> Callable[..., Any]:
                 converted = fn(tensor)
             if converted is not tensor:
                 raise CaptureError(
-                    f"the step converts {name!r} of a {type(module).__name__} (module.to, .half, …), which no operator "
-                    "tells",
+                    f"the step converts {name!r} of a {type(module).__name__} (module.to, .half, …), and no operator "
+                    "records the conversion",
                     where=where(here()),
                     fix=Outside(
                         "convert the module before the capture, or the tensor where it is used: weight.to(dtype)"

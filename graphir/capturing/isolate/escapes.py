@@ -29,9 +29,9 @@ _NUMBERS: Final = ("tolist", "numpy", "__array__", "__dlpack__", "__deepcopy__")
 _PICKLES: Final = "__reduce_ex__"
 _TEXT: Final = ("__repr__", "__format__")
 _HIDDEN: Final = {
-    "_version": "asks how often a tensor was overwritten, which is another number in each step",
-    "is_shared": "asks whether a tensor is in shared memory, which the program's need not be",
-    "data_ptr": "asks where the data of a tensor lies, which is elsewhere in a program",
+    "_version": "asks how often a tensor was overwritten, a number that differs in each step",
+    "is_shared": "asks whether a tensor is in shared memory, which may differ in a program",
+    "data_ptr": "asks for the address of a tensor's data, which differs in a program",
 }
 """Attributes of a tensor, and of its storage, that differ from run to run, and what a step does that reads one."""
 _OF_STORAGES: Final = ("is_shared", "data_ptr")
@@ -60,7 +60,7 @@ def escapes(here: Callable[[], str], known: Callable[[torch.Tensor], torch.Tenso
                 return method(real, *args, **kwargs)
         if _is_others(_asker()):
             return method(tensor, *args, **kwargs)
-        what = "the text of a tensor" if args in ((), ("",)) else f".{method.__name__}()"
+        what = "formatting a tensor as text" if args in ((), ("",)) else f".{method.__name__}()"
         fix = f"{READS_DATA}; print(tensor) is harmless, and so is logger.info('%s', tensor)"
         raise _refused(f"{what} {_READS}", fix, here)
 
@@ -116,14 +116,14 @@ def _hidden(name: str, here: Callable[[], str]) -> Callable[..., Any]:
     def refuse(method: Callable[..., Any], found: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_others(_asker()):
             return method(found, *args, **kwargs)
-        raise _refused(f"the step {_HIDDEN[name]}", "leave it out, or decide by it outside of the step", here)
+        raise _refused(f"the step {_HIDDEN[name]}", "leave the call out, or decide outside of the step", here)
 
     return refuse
 
 
 def _refused(what: str, fix: str, here: Callable[[], str]) -> CaptureError:
     if _asker().f_globals.get("__name__") == _COPIES:
-        what = "Python's copy module copies a tensor of the step, which no program repeats"
+        what = "the step copies a tensor with Python's copy module, which a program does not repeat"
         fix = "write tensor.clone() instead, or tensor.detach().clone() for a copy without a gradient"
     return CaptureError(what, where=where(here()), fix=fix)
 

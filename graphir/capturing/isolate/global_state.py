@@ -73,18 +73,18 @@ def _enable(values: tuple[bool, ...]) -> None:
 
 
 _DTYPE: Final = "the default dtype"
-_KERNELS: Final = "which kernels attention may take"
+_KERNELS: Final = "the choice of attention kernels"
 _SHARED: Final = (_DTYPE, _KERNELS)
 """Settings that all threads share: another thread may set one meanwhile."""
 _SET_DTYPE: Final = ("set_default_dtype", "set_default_tensor_type")
 SETTINGS: Final[Mapping[str, _Setting]] = {
     _DTYPE: _Setting(torch.get_default_dtype, torch.set_default_dtype),
-    "whether gradients are computed": _Setting(torch.is_grad_enabled, torch.set_grad_enabled),
+    "the grad mode": _Setting(torch.is_grad_enabled, torch.set_grad_enabled),
     "autocast": _autocast("cpu"),
     "autocast on CUDA": _autocast("cuda"),
     _KERNELS: _Setting(_enabled, _enable),
-    "whether autocast caches": _Setting(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    "how many regions of autocast are open": _Setting(open_regions, _open_regions),
+    "the caching of autocast": _Setting(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    "the number of open autocast regions": _Setting(open_regions, _open_regions),
 }
 
 
@@ -112,9 +112,9 @@ def global_state_kept() -> Iterator[Callable[[], None]]:
         for name in mine:
             if SETTINGS[name].get() != before[name]:
                 raise CaptureError(
-                    f"the step changes {name} for everything that comes after it",
+                    f"the step changes {name} for everything that runs after the step",
                     where=where(""),
-                    fix=Outside("use the context manager of torch for it, or set it before the step"),
+                    fix=Outside("use torch's context manager for this setting, or change the setting before the step"),
                 )
 
     try:

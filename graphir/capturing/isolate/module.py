@@ -57,8 +57,8 @@ def fakes_in_place(
 def _fake_of(tensor: torch.Tensor | None, key: str, fakes: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
     if tensor is not None and id(tensor) not in fakes:
         raise CaptureError(
-            f"another tensor has taken the place of {key!r} since the capture began",
-            fix="let no other thread exchange parameters or buffers meanwhile; it may write into them",
+            f"{key!r} was replaced by another tensor during the capture",
+            fix="let no other thread replace parameters or buffers during a capture; other threads may write into them",
         )
     return None if tensor is None else fakes[id(tensor)]
 
@@ -69,7 +69,7 @@ def _check_gradient(path: str, kind: str, key: str, tensor: torch.Tensor, fake: 
     what = f"{kind} {key!r}"
     for broken, doing, fix in (
         (fake._backward_hooks, "puts a hook on the gradient of", "do what the hook does in the loss"),
-        (fake.grad is not None, "computes a gradient of its own for", "call torch.autograd.grad, or add to the loss"),
+        (fake.grad is not None, "computes a gradient of its own for", "call torch.autograd.grad, or extend the loss"),
         (fake.requires_grad != tensor.requires_grad, "sets requires_grad of", Outside("set it before the capture")),
     ):
         if broken:
@@ -88,11 +88,11 @@ def _check_tensors(
             old = before.get(key)
             if table.get(key) is not (None if old is None else fakes[id(old)]):
                 raise CaptureError(
-                    f"the step rebinds {kind} {key!r}: a new tensor takes its place instead of a new value",
+                    f"the step rebinds {kind} {key!r} to a new tensor instead of writing into the old one",
                     where=where(path),
                     fix=Outside(
-                        f"write the value into it: self.{key}.copy_(value); "
-                        "if the first step alone sets it up, run one before the capture"
+                        f"write into the {kind}: self.{key}.copy_(value); "
+                        f"if only the first step sets up the {kind}, run one step before the capture"
                     ),
                 )
             if old is not None:

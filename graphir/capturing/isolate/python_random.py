@@ -43,10 +43,10 @@ class RandomStates:
 def drawn_from(module: str) -> CaptureError:
     """The error to raise where a step draws from a *module* of which programs know nothing."""
     return CaptureError(
-        f"the step draws from {module}, whose numbers a program would repeat for ever",
+        f"the step draws from {module}: a program would repeat the recorded numbers in every step",
         where=where(""),
-        fix="draw with torch (torch.rand), and choose with torch.where; if another thread draws, let none draw during "
-        f"a capture; if a library does, {LAYER_DROP}",
+        fix="draw with torch (torch.rand), and choose with torch.where; let no other thread draw during a capture; if "
+        f"a library draws, {LAYER_DROP}",
     )
 
 

@@ -186,8 +186,8 @@ def _belongs_to(call: RecordedCall, named: Sequence[str], blobs: Mapping[str, Bl
 def _refuse_sparse_outputs(recording: Recording, named: Sequence[str]) -> None:
     for index in recording.sparse_gradients:
         raise CaptureError(
-            f"{named[index]!r} has a sparse gradient, which a program can't hand back",
-            fix="pass the optimizer, or use sparse=False",
+            f"{named[index]!r} has a sparse gradient, which a program can't return",
+            fix="pass optimizer=, or use sparse=False",
         )
 
 

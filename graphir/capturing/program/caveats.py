@@ -15,7 +15,7 @@ __all__ = ["caveats_of"]
 _DEVICE: Final = "recorded on the host for CUDA: bits are those of the device that runs the program"
 _BATCH_NORM: Final = "eager PyTorch may take cuDNN's kernel, which adds in another order"
 _OF_TYPES: Final[Mapping[str, str]] = {
-    "graphir.attention": "the device chooses the kernel, flash, efficient or math, and each rounds otherwise",
+    "graphir.attention": "the device chooses the kernel, flash, efficient or math, and each rounds differently",
     "aten.convolution.default": "cuDNN chooses an algorithm, with a workspace and an order of sums of its own",
     "aten.native_batch_norm.default": _BATCH_NORM,
     "aten._native_batch_norm_legit_functional.default": _BATCH_NORM,
@@ -23,12 +23,12 @@ _OF_TYPES: Final[Mapping[str, str]] = {
 """By type of operator. A caveat begins with the type, by which :func:`graphir.memory` finds it."""
 _OF_MODULES: Final[Mapping[type[torch.nn.Module], str]] = {
     torch.nn.RNNBase: "recurrent modules: recorded cell by cell, where eager PyTorch runs cuDNN's kernel, which rounds "
-    "otherwise",
+    "differently",
     torch.nn.RNNCellBase: "cells: recorded as products and activations, where eager PyTorch fuses the activations",
     torch.nn.RMSNorm: "RMSNorm: recorded operator by operator, where eager PyTorch may run one kernel",
 }
 _CLIPPED: Final = (
-    "clip_grad_norm: the norm of each gradient is taken by itself, where eager PyTorch takes them by lists"
+    "clip_grad_norm: the norm of each gradient is computed by itself, where eager PyTorch computes norms of lists"
 )
 
 

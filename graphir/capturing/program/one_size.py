@@ -52,10 +52,10 @@ def program_at_one_size(
     program, names = build_program(step, followed, {}, name=captured.name, optimizer=captured.interface.optimizer)
     for value, tensor in recording.constants:
         if value.kind == "constant" and not holds(names[value.index], tensor):
-            raise CaptureError(f"the constant {names[value.index]!r} has other values there")
+            raise CaptureError(f"the constant {names[value.index]!r} has other values")
     gradients, theirs = _gradients(outline.names, outline.parts), _gradients(names, outcome(recording))
     if gradients.keys() != theirs.keys():
-        raise CaptureError("other parameters have gradients there")
+        raise CaptureError("other parameters have gradients")
     renamed = {old: theirs[param] for param, old in gradients.items()}
     update = [_reading(op, renamed) for op in captured.step.ops[outline.calls :]]
     read = dict.fromkeys(name for op in update for name in op.inputs if name not in program.step.blobs)

@@ -36,7 +36,7 @@ def batches_read_in(frame: FrameType, scope: str) -> bool:
     raise CaptureError(
         f"the forward of {type(module).__name__} with momentum=None reads the number of batches as a Python number",
         where=where(scope),
-        fix=Outside("set a momentum, such as 0.1, or leave the forward to torch.nn's, which is captured"),
+        fix=Outside("set a momentum, such as 0.1, or use the forward of torch.nn, which can be captured"),
     )
 
 

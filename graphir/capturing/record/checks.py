@@ -27,7 +27,7 @@ class Check(NamedTuple):
     message: str
 
 
-_PARAMETER: Final = Check(True, "a parameter of a distribution is outside of what it may be")
+_PARAMETER: Final = Check(True, "a parameter of a distribution violates its constraint")
 _CHECKED: Final[Mapping[CodeType, Check]] = {
     torch.nn.functional.gaussian_nll_loss.__code__: Check(False, "var has negative entry/entries"),
     Distribution.__init__.__code__: _PARAMETER,

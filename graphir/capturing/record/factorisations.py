@@ -79,11 +79,11 @@ class Factorisations:
             return
         values, call = _VALUES[func]
         raise CaptureError(
-            f"the step asks for {values} of a matrix that needs no gradient: eager PyTorch computes them without "
-            "vectors, which rounds otherwise",
+            f"the step computes {values} of a matrix that needs no gradient: eager PyTorch computes no vectors there, "
+            "and rounds differently without vectors",
             where=where(scope),
-            fix=f"take them from {call}, which computes vectors in each case, and norms, ranks and condition numbers "
-            "from them",
+            fix=f"take the {values} from {call}, which always computes vectors; compute norms, ranks and condition "
+            f"numbers from these {values}",
         )
 
 

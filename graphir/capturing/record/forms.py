@@ -199,7 +199,7 @@ def form_of(func: torch._ops.OpOverload) -> Form:
 
 
 _COMPLEX: Final = (
-    "use a tensor, torch.tensor(1j); for torch.polar and angle, whose gradients have such arguments, "
+    "use a tensor, torch.tensor(1j); in place of torch.polar and angle, whose gradients have complex arguments, use "
     "torch.complex(r * phi.cos(), r * phi.sin()) and torch.atan2(z.imag, z.real)"
 )
 _SCALARS: Final = frozenset({bool, int, float, str, type(None)})

@@ -117,9 +117,10 @@ class RecordedMemory:
         store = self.store(tensor)
         if store is None:
             raise CaptureError(
-                f"a tensor of shape {list(tensor.shape)} comes from nowhere that capture has seen",
+                f"the step reads a tensor of shape {list(tensor.shape)} whose origin capture has not seen",
                 where=where(scope),
-                fix="make it inside the step, pass it as an input, or register it as a buffer; write a loop for scan",
+                fix="make the tensor in the step, pass it as an input, or register it as a buffer; write a loop in "
+                "place of scan",
             )
         base = store.base
         alias = self.add_alias(tensor, base.value, base, None)
@@ -132,8 +133,8 @@ class RecordedMemory:
 
 def _exchanged(alias: Alias) -> CaptureError:
     value = alias.value
-    what = f"{value.kind} {value.label!r}" if value.kind else f"what {value.label!r} made"
+    what = f"{value.kind} {value.label!r}" if value.kind else f"the result of {value.label!r}"
     return CaptureError(
-        f"the step gives {what} other memory (.data = …), which no operator tells",
+        f"the step gives {what} other memory (.data = …), and no operator records the change",
         fix="overwrite the values (x.copy_(value), under torch.no_grad() for a parameter), or make a new tensor",
     )

@@ -120,7 +120,7 @@ def _bernoulli(tape: Tape, target: Alias, seen: Value, args: tuple[Any, ...], kw
         seen = tape.apply(_aten.permute.default, seen, order)
     if not seen.tensor.is_contiguous():
         raise CaptureError(
-            f"random numbers are drawn into a tensor with strides {list(target.tensor.stride())}",
+            f"the step draws random numbers into a tensor with strides {list(target.tensor.stride())}",
             where=tape.here(),
             fix="make the tensor contiguous",
         )
@@ -165,10 +165,10 @@ def _overwritten_parts(tape: Tape, target: Alias, whole: Value, new: Value) -> V
     base, view = target.store.base.tensor, target.tensor
     if not base.is_complex() or view.dtype != base.dtype.to_real():
         raise CaptureError(
-            f"the step overwrites a view as {str(view.dtype).removeprefix('torch.')} of a tensor of type "
+            f"the step overwrites a view with dtype {str(view.dtype).removeprefix('torch.')} of a tensor with dtype "
             f"{str(base.dtype).removeprefix('torch.')}",
             where=tape.here(),
-            fix="make the new tensor as that type, and view it as the other",
+            fix="make a new tensor with the dtype of the view, and view the new tensor with the other dtype",
         )
     parts = tape.apply(_aten.view_as_real.default, whole)
     offset = parts.tensor.storage_offset() + view.storage_offset() - 2 * base.storage_offset()

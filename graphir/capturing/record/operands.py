@@ -35,10 +35,10 @@ def refuse_overlapping_operands(operator: str, aliases: Sequence[Alias], written
         target = aliases[i]
         if overlaps(target.geometry.shape, target.geometry.strides):
             raise CaptureError(
-                f"{operator} overwrites {_window(target.geometry)}, of which several elements have one address: "
-                "the kernel writes there more than once",
+                f"{operator} overwrites {_window(target.geometry)}, several elements of which share one address: "
+                "the kernel writes to this address more than once",
                 where=where,
-                fix="write to the tensor that it is a view of, or to a clone()",
+                fix="write to the base tensor of the view, or to a clone() of the view",
             )
         for j, other in enumerate(aliases):
             if j == i or other.store is not target.store or _elements(target.geometry) == _elements(other.geometry):
@@ -46,8 +46,8 @@ def refuse_overlapping_operands(operator: str, aliases: Sequence[Alias], written
             if have_common_bytes(target.geometry, other.geometry):
                 raise CaptureError(
                     f"{operator} overwrites {_window(target.geometry)}, and another operand, "
-                    f"{_window(other.geometry)}, shares a part of this memory: "
-                    "the kernel may read there what it has just written",
+                    f"{_window(other.geometry)}, overlaps this view in memory: "
+                    "the kernel may read elements that it has just written",
                     where=where,
                     fix="clone() the operand that is read, such as y[:, 1:].add_(y[:, :-1].clone())",
                 )

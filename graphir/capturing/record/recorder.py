@@ -297,10 +297,11 @@ class Recorder(Tape, TorchDispatchMode):
         cached = not (path or literal) and self._caches.holds(real)
         if is_recorded(real) and not cached:
             raise CaptureError(
-                f"the step reads a tensor of shape {list(real.shape)} that it has kept outside of the model when "
-                "it was recorded before, in this capture or another",
+                f"the step reads a tensor of shape {list(real.shape)} that an earlier recording of the step, in this "
+                "capture or another, kept outside of the model",
                 where=self.here(),
-                fix="make it in each step, keep it in a buffer or use functools.cache; and delete what was kept",
+                fix="compute the tensor in each step, or keep it in a buffer or by functools.cache; and delete the "
+                "kept tensor",
             )
         value = self.external(fake, path or "constant", "constant")
         value.scope = "" if path else self.scopes.current
@@ -312,17 +313,20 @@ class Recorder(Tape, TorchDispatchMode):
         """Refuse a tensor from outside of the recording that can't be a constant of the program."""
         if real.requires_grad and torch.is_grad_enabled():
             raise CaptureError(
-                f"the step reads a tensor of shape {list(real.shape)} that needs a gradient and is no parameter of "
-                "the modules that run",
+                f"the step reads a tensor of shape {list(real.shape)} that requires a gradient but is not a parameter "
+                "of the modules that run",
                 where=self.here(),
-                fix="read a parameter through its module, make it one of the model's, or pass tensor.detach()",
+                fix="read a parameter through its module, register the tensor as a parameter of the model, or use "
+                "tensor.detach()",
             )
         if id(real) in self.arguments:
             raise CaptureError(
-                f"the step reads argument {self.arguments[id(real)]!r} from elsewhere too, where another step would "
-                "still find this tensor",
+                f"the step reads argument {self.arguments[id(real)]!r} also from another place, where the next step "
+                "would still find this tensor",
                 where=self.here(),
-                fix=Outside("pass it where it is read: through kwargs= to the model, through targets= to the loss"),
+                fix=Outside(
+                    "pass the tensor to the code that reads it: by kwargs= to the model, by targets= to the loss"
+                ),
             )
         if type(real) not in PLAIN or real.is_quantized:
             kind = real.dtype if real.is_quantized else type(real).__name__

@@ -25,9 +25,9 @@ __all__ = ["FAKE_ERRORS", "REFUSED_AT_TIMES", "failure", "refuse_operator", "ref
 _IN_TORCHS_WORDS: Final = (
     (
         r"Cannot access data pointer",
-        "the step asks where the data of a tensor lies, and there is none while it is recorded",
-        "not copy.deepcopy but tensor.clone(), and for a module torch.func.functional_call with parameters of its own; "
-        "no data_ptr(), and no foreign code",
+        "the step asks for the address of a tensor's data, and tensors have no data while the step is recorded",
+        "in place of copy.deepcopy use tensor.clone(), and for a module torch.func.functional_call with parameters of "
+        "its own; call neither data_ptr() nor foreign code",
     ),
     (
         r"Creating a new Tensor subclass (\w+)",
@@ -37,7 +37,7 @@ _IN_TORCHS_WORDS: Final = (
     (
         r".*binary_cross_entropy and torch\.nn\.BCELoss are unsafe to autocast",
         "the step calls binary_cross_entropy under autocast for CUDA, which PyTorch refuses there",
-        "use binary_cross_entropy_with_logits in the place of it and of the sigmoid before it",
+        "replace binary_cross_entropy and the sigmoid before it by binary_cross_entropy_with_logits",
     ),
     (
         r"_share_\w+: only available",
@@ -72,9 +72,10 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "aten._ctc_loss": "call torch.nn.functional.ctc_loss, which is captured",
     "aten._pack_padded_sequence": "call torch.nn.utils.rnn.pack_padded_sequence, which is captured for lengths that "
     "are Python integers",
-    "aten.equal": READS_DATA + "; torch.istft asks so, too: write it with torch.fft.irfft and F.fold",
+    "aten.equal": READS_DATA + "; in place of torch.istft, which calls equal, use torch.fft.irfft and F.fold",
     "aten.linalg_lstsq": "solve the normal equations, torch.linalg.solve(A.mT @ A, A.mT @ b), or use torch.linalg.pinv",
-    "aten.resize_": "make a new tensor instead; if the first step alone does it, run one before the capture",
+    "aten.resize_": "make a new tensor instead; if only the first step resizes the tensor, run one step before the "
+    "capture",
     "aten.resize_as_": "make a new tensor instead",
     "aten.set_": "make a new tensor instead",
 }
@@ -90,12 +91,12 @@ _UNSUPPORTED: Final[Mapping[str, tuple[str, str]]] = {
         ),
     ),
     "aten._nested_tensor_from_mask_left_aligned": (
-        "nn.TransformerEncoder makes nested tensors of what a padding mask leaves, so sizes depend on data",
-        Outside("make it with enable_nested_tensor=False, or set its attribute use_nested_tensor to False"),
+        "nn.TransformerEncoder makes nested tensors of the positions that a mask keeps, so sizes depend on data",
+        Outside("pass enable_nested_tensor=False to nn.TransformerEncoder, or set its use_nested_tensor to False"),
     ),
     "aten._efficientzerotensor": (
-        "forward-mode derivatives that are zero have no memory, which no program can express",
-        "use reverse mode: torch.func.grad, torch.func.vjp, torch.autograd.grad, and for jvp "
+        "zero tangents of forward-mode AD are tensors without memory, which no program can express",
+        "use reverse mode: torch.func.grad, torch.func.vjp, torch.autograd.grad; in place of jvp "
         "torch.autograd.functional.jvp(…, create_graph=True)",
     ),
 }
@@ -122,8 +123,8 @@ def _on_functions(func: object) -> tuple[str, str]:
     """The complaint about an operator that takes functions, and a remedy."""
     if isinstance(func, torch._ops.HigherOrderOperator) and not func.name().startswith(_BRANCHES):
         return (
-            f"{func} is an operator on functions, which programs don't have",
-            "call the function itself, in a loop where it runs several times",
+            f"{func} is a higher-order operator, and programs have no operators that take functions",
+            "call the function directly, in a loop if it runs several times",
         )
     return (
         f"{func} can't be captured: which branch runs depends on data",
@@ -139,8 +140,8 @@ def _complaint(func: torch._ops.OpOverload, args: tuple[object, ...]) -> tuple[s
         return (
             f"operator {func} is not one of torch's own",
             Outside(
-                f"graphir.register_operator(torch.ops.{name}) once before the capture, or write it with operators of "
-                f"{allowed}"
+                f"call graphir.register_operator(torch.ops.{name}) once before the capture, or write the operator with "
+                f"operators of {allowed}"
             ),
         )
     if name in _UNSUPPORTED:
@@ -160,18 +161,18 @@ def _complaint(func: torch._ops.OpOverload, args: tuple[object, ...]) -> tuple[s
         )
     if name == "aten.cumprod" and computes.startswith("ProdBackward"):
         return (
-            "PyTorch computes the gradient of prod in two ways, by whether there are zeros in the data",
-            "multiply one by one, functools.reduce(torch.mul, x.unbind(dim)), or take the last of torch.cumprod",
+            "PyTorch computes the gradient of prod in two ways, depending on whether the data contain zeros",
+            "multiply one by one, functools.reduce(torch.mul, x.unbind(dim)), or take the last value of torch.cumprod",
         )
     if name == "aten._fused_moving_avg_obs_fq_helper" and _resizes_statistics(*args):
         return (
-            "the first step of a fake quantization by channel gives its statistics their sizes",
+            "the first step of a per-channel fake quantization resizes the statistics",
             Outside("run one step before the capture"),
         )
     if torch.Tag.dynamic_output_shape in func.tags:
         return f"the shape of {func}'s result depends on data", _REMEDIES.get(name, _FIXED_SHAPE)
     if name in ("aten.resize_", "aten.resize_as_", "aten.set_"):
-        return f"{func} changes what a tensor refers to", _REMEDIES[name]
+        return f"{func} changes the size or the storage of a tensor", _REMEDIES[name]
     if name.startswith("aten._foreach_") and not func._schema.returns:
         return f"{func} overwrites a list of tensors", "overwrite them one by one, in a loop"
     return None
@@ -207,7 +208,7 @@ def refused_by_fake(error: Exception, form: Form, scope: str) -> CaptureError:
     """The error to raise where fake tensors can't compute a result."""
     if isinstance(error, UnsupportedOperatorException):
         return CaptureError(
-            f"torch can't tell the shape of what {form.type} makes without computing it",
+            f"torch can't tell the shape of {form.type}'s result without computing the result",
             where=where(scope),
             fix="use operators on plain dense tensors",
         )
@@ -226,6 +227,6 @@ def refused_trace(scope: str) -> CaptureError:
     return CaptureError(
         "the step traces a function, as make_fx, torch.func.linearize and operators such as cond and scan do",
         where=where(scope),
-        fix="call the function itself, in a loop where it runs several times; of two branches compute both and choose "
+        fix="call the function directly, in a loop if it runs several times; compute both of two branches, and choose "
         "with torch.where",
     )

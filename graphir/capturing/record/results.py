@@ -72,10 +72,11 @@ class Results:
             and not opens_cells()
         ):
             raise CaptureError(
-                f"the step switches oneDNN for {form.type}, which rounds otherwise then; a program would not switch it",
+                f"the step switches oneDNN for {form.type}, which then rounds differently; a program would not "
+                "switch oneDNN",
                 where=where(self._here()),
-                fix="switch it off outside of the step, for the capture and the session; or around an LSTM in single "
-                "precision alone",
+                fix="switch oneDNN off outside of the step, for the capture and the session; within the step switch it "
+                "off only around an LSTM in single precision",
             )
         if not form.repeats:
             return rule_of(form.type)(*args, **kwargs)

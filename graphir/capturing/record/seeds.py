@@ -120,7 +120,8 @@ def seeding_refused(scopes: Scopes) -> Iterator[None]:
             raise CaptureError(
                 f"the step calls torch.{name}",
                 where=where(scopes.current),
-                fix="seed before the step; for the same numbers in each, draw them once and register a buffer",
+                fix="seed before the step; for the same numbers in each step, draw them once and register them as a "
+                "buffer",
             )
 
         return call

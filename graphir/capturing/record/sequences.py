@@ -122,13 +122,13 @@ def refuse_packed(frame: FrameType, scope: str) -> None:
 
 def _lengths_are_data(scope: str) -> CaptureError:
     return CaptureError(
-        "how sequences are packed follows from their lengths, which are data",
+        "the packing of sequences depends on their lengths, which are data here",
         where=where(scope),
         fix=Outside(
-            "pass pack_padded_sequence lengths that are Python integers, [7, 5, 3]: each list of them has a program of "
-            "its own, so sort sequences into buckets of few lengths; or run the padded sequences, and mask what is "
-            "behind their ends; or train by graphir.DataParallel with the loss outside of the model, which runs "
-            "eagerly what can't be captured"
+            "pass the lengths to pack_padded_sequence as Python integers, [7, 5, 3]: each list of lengths has a "
+            "program of its own, so sort sequences into buckets of few lengths; or run the padded sequences, and mask "
+            "the padding; or train with graphir.DataParallel and the loss outside of the model: a model that can't be "
+            "captured runs eagerly there"
         ),
     )
 
@@ -193,7 +193,7 @@ def _blocks(lengths: list[int], batch: int, longest: int) -> list[_Block]:
     if sorted(lengths, reverse=True) != lengths:
         raise ValueError(f"lengths {lengths} do not descend, and enforce_sorted is true")
     if not lengths or lengths[-1] <= 0 or lengths[0] > longest:
-        raise ValueError(f"lengths {lengths} are not between 1 and {longest}, the frames that there are")
+        raise ValueError(f"lengths {lengths} are not between 1 and {longest}, the number of frames")
     found: list[_Block] = []
     done = 0
     for shorter, length in enumerate(reversed(lengths)):

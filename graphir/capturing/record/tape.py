@@ -328,7 +328,9 @@ class Tape:
             return value
         parent = next((a for t in bound.tensors if (a := self._alias(t)).store is store), None)
         if parent is None:
-            raise CaptureError(f"{form.type} returns a view of a tensor that it was not given", where=where(call.scope))
+            raise CaptureError(
+                f"{form.type} returns a view of a tensor that is not among its arguments", where=where(call.scope)
+            )
         self._memory.add_alias(tensor, value, parent, replay, position)
         seen = parent.value
         value.root = seen.root

@@ -30,7 +30,8 @@ def copies_kept(sizes: Sizes) -> Iterator[Guard]:
     for index, call in copied.items():
         for gap in _gaps(sizes.geometries[index]):
             if isinstance(gap, Polynomial) and _closes(gap, sizes):
-                reason = f"torch copies a part of a tensor, and views all of it, in {where(call.scope, call.line)}"
+                place = where(call.scope, call.line)
+                reason = f"torch copies a slice of a tensor, but takes a view of the whole tensor, in {place}"
                 yield from equality(False, gap, 0, reason)
 
 

@@ -72,7 +72,7 @@ class Sizes:
         for other, point in zip(self._recordings, self.grid.points, strict=True):
             if other.extents.asked() != first.asked():
                 place = first.other_outcome(other.extents)
-                how = f"a test in {place} comes out otherwise" if place else "Python asks otherwise about sizes"
+                how = f"a test in {place} comes out differently" if place else "Python tests sizes differently"
                 return f"{how} at {point_text(point)} than at {point_text(self.grid.points[0])}"
         return ""
 
@@ -106,7 +106,7 @@ class Sizes:
                 if len(found) == 2 and repr(mine) != repr(theirs):  # NaN is the same as NaN
                     raise NotPolynomial(f"the model returns {mine!r} at {here}, but {theirs!r} at {there}")
             if part := differing_part(first, other):
-                raise NotPolynomial(f"{here} and {there} differ in {part}")
+                raise NotPolynomial(f"the step differs in {part} between {here} and {there}")
             for (value, ours), (_, its) in zip(first.constants, other.constants, strict=True):
                 if not same_bits(ours, its):
                     made = f"a constant made in {value.scope or 'the model'}"
@@ -243,5 +243,5 @@ def _difference(mine: RecordedCall, theirs: RecordedCall, at: str, other: str) -
     elif [v.root.index for v in mine.outputs] != [v.root.index for v in theirs.outputs]:
         differ = "returns views of other values"
     else:
-        differ = "arranges what it reads and returns otherwise"
+        differ = "groups its operands and results differently"
     return f"({mine.type}{_in(mine)}) {differ} at {at} than at {other}"

@@ -124,7 +124,7 @@ class Formulas:
             whole = len(plain) == len(operands)
             found = symbol.operation(*plain) if whole else self._made(symbol.operation, operands, reason)
         if found is None:
-            raise NotPolynomial(f"{reason} what no guard can say")
+            raise NotPolynomial(f"{reason}, and no guard can express the result")
         return found
 
     def _made(self, operation: Callable[..., Any], operands: Sequence[Formula], reason: str) -> Formula | None:

@@ -32,7 +32,7 @@ def guards_of(extents: Extents, axis: Callable[[Axis], Size], points: Sequence[D
         yield from _guards(relation)
     for test in extents.tests:
         left, right = formulas.of(test.left), formulas.of(test.right)
-        reason = f"Python tests it in {test.place}"
+        reason = f"Python tests sizes in {test.place}"
         if left is None or right is None:
             raise _unsaid(reason)
         yield from _guards(Relation(test.holds, left, right, reason))
@@ -49,7 +49,7 @@ _MIRRORED: Final = {
 
 
 def _unsaid(reason: str) -> NotPolynomial:
-    return NotPolynomial(f"{reason}, and makes it of sizes in a way that no guard can say")
+    return NotPolynomial(f"{reason}, and no guard can express the test")
 
 
 def _guards(relation: Relation) -> Iterator[Guard]:

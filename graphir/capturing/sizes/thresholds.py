@@ -15,7 +15,7 @@ def threshold_in(recordings: Sequence[Recording]) -> str:
     if all(found == rows[0] for found in rows):
         return ""
     return (
-        "torch.cdist takes another way from 26 rows on (give it a compute_mode: 'use_mm_for_euclid_dist' or "
+        "torch.cdist uses another algorithm from 26 rows on (pass compute_mode='use_mm_for_euclid_dist' or "
         "'donot_use_mm_for_euclid_dist')"
     )
 

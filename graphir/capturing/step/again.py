@@ -128,11 +128,11 @@ def _another(first: Recording, again: Recording) -> CaptureError:
     """The error for a step that differs when it is run again."""
     call, how = _difference(first, again)
     return CaptureError(
-        f"the step is another one when it is run again{how}",
+        f"the step differs when it is run again{how}",
         where=where(call.scope, call.line) if call is not None else where(""),
-        fix="keep what changes in a buffer, or pass it to the step as a tensor: a program sees no globals, "
+        fix="keep a value that changes in a buffer, or pass it to the step as a tensor: a program sees no globals, "
         "closures, classes, iterators or clocks; if only the first steps differ, as with functions that "
-        "TorchScript compiled, run three before the capture",
+        "TorchScript compiled, run three steps before the capture",
     )
 
 
@@ -143,6 +143,6 @@ def _difference(first: Recording, again: Recording) -> tuple[RecordedCall | None
             return mine, f": {mine.type} the first time, {its.type} the second"
         for name, value in mine.args.items():
             if repr(value) != repr(its.args.get(name)):
-                return mine, f": {name} of {mine.type} was {value}, then {its.args.get(name)}"
+                return mine, f": argument {name} of {mine.type} was {value}, then {its.args.get(name)}"
     part = differing_part(first, again)
     return None, f", in {part}" if part else ""

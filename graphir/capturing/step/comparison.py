@@ -34,17 +34,17 @@ def outcome(recording: Recording) -> Mapping[str, object]:
     """The values of the parts of a step, as indices, by the names of the parts in errors."""
     finished = recording.finished
     return {
-        "the constants that it reads": [value.index for value, _ in recording.constants],
-        "its arguments": (
+        "the constants": [value.index for value, _ in recording.constants],
+        "the arguments": (
             [None if value is None else value.index for value in recording.inputs],
             [(position, output.index, gradient.index) for position, output, gradient in recording.given],
         ),
-        "what the model returns": (
+        "the results of the model": (
             [leaf.index if isinstance(leaf, Value) else repr(leaf) for leaf in recording.returned],
             recording.results,
             [value.index for value in recording.of_inputs],
         ),
-        "its loss": recording.loss and recording.loss.index,
+        "the loss": recording.loss and recording.loss.index,
         "the gradients of activations": [
             (value.index, gradient.index) for value, gradient in [*recording.gradients, *recording.parts]
         ],

@@ -87,7 +87,7 @@ def finish_gradients(
         return Finished(list(gradients))
     if not gradients:
         raise CaptureError(
-            "no parameter of the optimizer has a gradient to scale back or to clip",
+            "no parameter of the optimizer has a gradient to unscale or to clip",
             fix="give the optimizer parameters that the loss depends on",
         )
     recorder.start_update()

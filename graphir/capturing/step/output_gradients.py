@@ -50,7 +50,7 @@ def joint_backward(output: Any, positions: Sequence[int] | None, recorder: Recor
             if i not in needing:
                 raise CaptureError(
                     f"backward names output {i}, which needs no gradient",
-                    fix=f"outputs that need one: {', '.join(map(str, needing)) or 'none'}",
+                    fix=f"outputs that need a gradient: {', '.join(map(str, needing)) or 'none'}",
                 )
         starts = [(i, leaf) for i, leaf in starts if i in positions]
     if not starts:

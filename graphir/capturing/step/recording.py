@@ -297,8 +297,8 @@ def _returned(output: Any, recorder: Recorder) -> tuple[list[Value | Scalar], py
             raise CaptureError(
                 f"the model returns a {type(leaf).__name__} among its outputs",
                 fix="return tensors, numbers, strings and None in tuples, lists, dicts and classes that "
-                "torch.utils._pytree knows (torch.export.register_dataclass makes a dataclass known); use_cache=False "
-                "leaves out the cache that models of transformers return, output=lambda out: out.logits does as well",
+                "torch.utils._pytree knows (torch.export.register_dataclass makes a dataclass known); for models of "
+                "transformers use_cache=False or output=lambda out: out.logits leaves out the cache",
             )
     return [recorder.read(leaf) if isinstance(leaf, torch.Tensor) else plain(leaf) for leaf in leaves], spec
 
@@ -323,7 +323,7 @@ def _scalar(loss: Any) -> torch.Tensor:
         raise CaptureError(
             "the loss does not depend on any parameter",
             where="the loss function",
-            fix="use parameters with requires_grad=True, and don't detach what the loss reads",
+            fix="use parameters with requires_grad=True, and don't detach tensors that the loss reads",
         )
     return total
 

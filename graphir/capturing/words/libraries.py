@@ -13,10 +13,13 @@ __all__ = ["LAYER_DROP", "Outside", "library_of", "remedy"]
 
 _INSTALLED: Final = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 _TORCH: Final = f"{Path(torch.__file__).parent}{os.sep}"
-_EAGERLY: Final = "or train by graphir.DataParallel with the loss outside, which runs eagerly what can't be captured"
+_EAGERLY: Final = (
+    "or train with graphir.DataParallel and the loss outside of the model: a model that can't be captured runs eagerly "
+    "there"
+)
 _AROUND: Final = (
-    "compute the loss outside of the model (pass no labels, and loss=), choose by the model's configuration what does "
-    f"not come to this line, {_EAGERLY}"
+    "compute the loss outside of the model (pass loss=, and no labels), choose a configuration of the model that does "
+    f"not run this line, {_EAGERLY}"
 )
 LAYER_DROP: Final = (
     "LayerDrop skips layers by numbers that Python reads: make the model with layerdrop=0.0 in its configuration "
@@ -58,4 +61,4 @@ def remedy(code: CodeType | None, fix: str) -> str:
     assert code is not None
     if any("layerdrop" in name.lower() for name in (*code.co_names, *code.co_varnames)):
         return LAYER_DROP
-    return f"the line is one of {library}'s: {_AROUND}"
+    return f"this line belongs to {library}: {_AROUND}"

@@ -10,7 +10,7 @@ __all__ = ["DENSE", "READS_DATA", "USE_REENTRANT", "described", "in_short", "whe
 
 READS_DATA: Final = (
     "compute with the tensor instead of its number: no .item(), float(), bool() or `if` on tensors; "
-    "torch.where chooses by data, torch._assert_async(condition) raises by it"
+    "to choose by data use torch.where, to raise an error by data torch._assert_async(condition)"
 )
 """The remedy where a step reads a tensor's numbers."""
 

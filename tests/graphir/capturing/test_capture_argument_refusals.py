@@ -90,7 +90,9 @@ def test_a_loss_that_is_no_function(loss: Any, text: str) -> None:
 
 
 def test_a_loss_that_takes_other_targets() -> None:
-    refuses("the loss does not take the model's output and the targets (0): missing", loss=F.mse_loss, targets=())
+    refuses(
+        "the loss can't be called with the model's output and the targets (0): missing", loss=F.mse_loss, targets=()
+    )
     refuses(
         "the targets (0): missing a required argument: 'target'\n  fix  pass in targets=", loss=nn.MSELoss(), targets=()
     )

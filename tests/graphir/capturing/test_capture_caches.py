@@ -119,7 +119,10 @@ def test_a_step_that_fails_leaves_nothing_in_a_cache() -> None:
 
 def test_what_is_kept_by_hand_is_refused() -> None:
     for _ in range(2):
-        with pytest.raises(CaptureError, match="kept outside of the model when it was recorded") as error:
+        with pytest.raises(
+            CaptureError,
+            match="an earlier recording of the step, in this capture or another, kept outside of the model",
+        ) as error:
             capture(Placed(kept), (torch.randn(3, 3),), loss=lambda out: out)
         assert "test_capture_caches.py:" in error.value.where
 
@@ -130,7 +133,7 @@ def test_what_is_kept_by_hand_for_others_is_refused() -> None:
         KEPT.setdefault(0, made)
         return made
 
-    with pytest.raises(CaptureError, match=r"keeps what aten\.arange\.default makes outside of") as error:
+    with pytest.raises(CaptureError, match=r"keeps a result of aten\.arange\.default outside of") as error:
         capture(Placed(first), (torch.randn(3, 3),), loss=lambda out: out)
     assert error.value.where.startswith("test_capture_caches.py:")
 
@@ -159,9 +162,9 @@ def test_a_result_that_is_kept_where_no_capture_looks_is_refused(where: str) -> 
             return y * 2
 
     HISTORY.clear()
-    with pytest.raises(CaptureError, match=r"keeps what aten\.exp\.default makes outside of") as error:
+    with pytest.raises(CaptureError, match=r"keeps a result of aten\.exp\.default outside of") as error:
         capture(Keeps(), (torch.randn(3, 3),))
-    assert "leave results in an attribute of the module" in error.value.fix
+    assert "keep a result in an attribute of the module" in error.value.fix
     HISTORY.clear()
 
 

@@ -76,7 +76,7 @@ def test_what_distributions_look_into_on_their_way_to_a_check_is_one(
     assert program.covers.fixed == ""
     with Session(emit(program), program.state) as session:
         assert torch.equal(session.step(x[:2], right), model(x[:2], right))
-        with pytest.raises(RunError, match="a parameter of a distribution is outside of what it may be"):
+        with pytest.raises(RunError, match="a parameter of a distribution violates its constraint"):
             session.step(x, wrong)
 
 

@@ -134,13 +134,13 @@ def test_what_one_capture_learns_of_views_is_not_taken_for_conjugates_in_the_nex
         (lambda x: torch.polar(x.abs(), x).real, "an argument of type complex is not supported", "torch.complex("),
         (
             lambda x: torch.view_as_complex(x.view(-1, 3, 2).clone()).mul_(2),
-            "the step overwrites a view as complex64 of a tensor of type float32",
-            "view it as the other",
+            "the step overwrites a view with dtype complex64 of a tensor with dtype float32",
+            "view the new tensor with the other dtype",
         ),
         (
             lambda x: x.clone().view(torch.int32).add_(1).float() * x,
-            "the step overwrites a view as int32 of a tensor of type float32",
-            "view it as the other",
+            "the step overwrites a view with dtype int32 of a tensor with dtype float32",
+            "view the new tensor with the other dtype",
         ),
     ],
 )

@@ -99,7 +99,7 @@ def test_parameters_and_buffers_are_state_even_where_a_closure_holds_them() -> N
     assert not constants(program)
     weight = model.weight
     with pytest.raises(
-        CaptureError, match="that needs a gradient and is no parameter of the modules that run"
+        CaptureError, match="that requires a gradient but is not a parameter of the modules that run"
     ) as error:
         capture(model, (torch.randn(3, 4),), loss=lambda out: (out * weight).sum())
     assert error.value.where.startswith("the loss function, at test_capture_constants.py:")
@@ -114,13 +114,13 @@ def test_parameters_of_the_loss_are_refused() -> None:
         def forward(self, out: Tensor) -> Tensor:
             return out.sum() * self.scale
 
-    with pytest.raises(CaptureError, match="make it one of the model's"):
+    with pytest.raises(CaptureError, match="register the tensor as a parameter of the model"):
         capture(nn.Linear(4, 4), (torch.randn(3, 4),), loss=Scaled())
 
 
 def test_an_argument_that_a_closure_holds_too_is_refused() -> None:
     x = torch.randn(3, 4)
-    text = "the step reads argument 'input' from elsewhere too"
+    text = "the step reads argument 'input' also from another place"
     with pytest.raises(CaptureError, match=re.escape(text)) as error:
         capture(nn.Linear(4, 4), (x,), loss=lambda out: F.mse_loss(out, x))
     assert "targets= to the loss" in error.value.fix

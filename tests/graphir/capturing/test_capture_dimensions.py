@@ -235,15 +235,18 @@ def test_short_sequences_are_recorded_at_longer_ones() -> None:
         (True, "batch_dims does not fit the arguments"),
         (((0,), {}), "batch_dims does not fit the arguments"),
         ({"0": "batch"}, "batch_dims has the key '0' for argument 'x'"),
-        ({0: "batch", 3: "length"}, "batch_dims has 3 for a tensor of 3 dimensions"),
-        ({0: "batch", -4: "length"}, "batch_dims has -4 for a tensor of 3 dimensions"),
-        ({0: "batch", 1: "my length"}, "batch_dims calls a dimension of 'x' 'my length'"),
-        ({0: "batch", 1: "länge"}, "batch_dims calls a dimension of 'x' 'länge'"),
-        ({0: "batch", 1: ""}, "batch_dims calls a dimension of 'x' ''"),
+        ({0: "batch", 3: "length"}, "batch_dims names dimension 3 of a tensor that has 3 dimensions"),
+        ({0: "batch", -4: "length"}, "batch_dims names dimension -4 of a tensor that has 3 dimensions"),
+        (
+            {0: "batch", 1: "my length"},
+            "batch_dims names a dimension of 'x' 'my length', which is not an ASCII identifier",
+        ),
+        ({0: "batch", 1: "länge"}, "batch_dims names a dimension of 'x' 'länge', which is not an ASCII identifier"),
+        ({0: "batch", 1: ""}, "batch_dims names a dimension of 'x' '', which is not an ASCII identifier"),
         ({1: "length"}, "batch_dims names length, but no dimension 'batch'"),
         ({0: "batch", 1: "n", 2: "n"}, "the dimensions 'n' differ in size (x: 8, x along 2: 3)"),
-        ({0: "batch", 1: "batch"}, "batch_dims names two dimensions of 'x' 'batch', or one of them twice"),
-        ({0: "batch", -3: "length"}, "batch_dims names two dimensions of 'x' 'batch', or one of them twice"),
+        ({0: "batch", 1: "batch"}, "batch_dims names two dimensions of 'x' 'batch', or names one dimension twice"),
+        ({0: "batch", -3: "length"}, "batch_dims names two dimensions of 'x' 'batch', or names one dimension twice"),
     ],
 )
 def test_names_that_cannot_be(batch_dims: Any, what: str) -> None:
@@ -297,7 +300,7 @@ def test_too_many_names() -> None:
 
 def test_one_tensor_has_one_set_of_names() -> None:
     x = torch.zeros(4, 8)
-    with pytest.raises(CaptureError, match="'x' and 'y' are one tensor, and batch_dims names its dimensions in two"):
+    with pytest.raises(CaptureError, match="'x' and 'y' are one tensor, but batch_dims names its dimensions diff"):
         two(x, x, ((TOKENS, 0), {}, ()))
     assert two(x, x, TOKENS).dims == {"batch": 4, "length": 8}
 

@@ -26,9 +26,9 @@ pytestmark = pytest.mark.usefixtures("few_objects")
 
 PRINT = builtins.print
 ELSEWHERE = torch.ones(3)
-TEXT = "the text of a tensor reads numbers out of a tensor, so the step depends on data"
+TEXT = "formatting a tensor as text reads numbers out of a tensor, so the step depends on data"
 DATA = "reads numbers out of a tensor, so the step depends on data"
-COPY = "Python's copy module copies a tensor of the step, which no program repeats"
+COPY = "the step copies a tensor with Python's copy module, which a program does not repeat"
 Way = Callable[[Tensor], Any]
 
 WAYS: dict[str, tuple[Way, str]] = {
@@ -65,8 +65,8 @@ WAYS: dict[str, tuple[Way, str]] = {
     "the version": (lambda t: t._version, "the step asks how often a tensor was overwritten"),
     "shared memory": (lambda t: t.is_shared(), "the step asks whether a tensor is in shared memory"),
     "a storage's shared memory": (lambda t: t.untyped_storage().is_shared(), "asks whether a tensor is in shared mem"),
-    "an address": (lambda t: t.data_ptr() % 64, "the step asks where the data of a tensor lies"),
-    "a storage's address": (lambda t: t.untyped_storage().data_ptr() % 64, "asks where the data of a tensor lies"),
+    "an address": (lambda t: t.data_ptr() % 64, "the step asks for the address of a tensor's data"),
+    "a storage's address": (lambda t: t.untyped_storage().data_ptr() % 64, "asks for the address of a tensor's data"),
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from graphir.capturing.capture import capture
 from graphir.errors import CaptureError
 
 pytestmark = pytest.mark.usefixtures("few_objects")
-ADDRESS = "the step asks where the data of a tensor lies"
+ADDRESS = "the step asks for the address of a tensor's data"
 address = Tensor.data_ptr
 
 

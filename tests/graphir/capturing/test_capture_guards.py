@@ -66,7 +66,7 @@ def test_a_session_refuses_what_would_be_another_step() -> None:
         session.step(torch.randn(4, 5, 6))
         with pytest.raises(
             CoverageError,
-            match=r"length is 22, the program takes length<=20: Python tests it in the model, at .*guards.py:\d+",
+            match=r"length is 22, the program takes length<=20: Python tests sizes in the model, at .*guards.py:\d+",
         ):
             session.step(torch.randn(4, 22, 6))
         with pytest.raises(CoverageError, match=r"batch is 15, length is 8, the program takes batch\*length<=119"):
@@ -217,7 +217,7 @@ def test_what_no_guard_can_say_is_covered_at_recorded_sizes_alone(tmp_path: Any)
             CoverageError, match=r"nobody knows .* at batch 5: .* recorded sizes alone \(batch 4; "
         ) as found:
             session.step(torch.randn(5, 6))
-    assert re.search(r"test_capture_guards.py:\d+ what no guard can say$", found.value.what)
+    assert re.search(r"test_capture_guards.py:\d+, and no guard can express the result$", found.value.what)
     assert "list these sizes at the capture, graphir.capture(…, sizes=[…])" in found.value.fix
     with pytest.raises(PassError, match="does not cover batch 5: the program holds for recorded sizes alone"):
         passes.emit(loaded, dims={"batch": 5})
@@ -232,7 +232,7 @@ def test_a_witness_tells_of_sizes_that_no_guard_can_say() -> None:
     with Session(passes.emit(program, dims={"batch": 5}), program.state, witness=program) as session:
         x = torch.randn(5, 6)
         assert torch.equal(session.step(x), Odd()(x))
-        with pytest.raises(CoverageError, match=r"at batch 128: it calls aten.mul.Tensor there"):
+        with pytest.raises(CoverageError, match=r"at batch 128: the step calls aten.mul.Tensor"):
             session.step(torch.randn(128, 6))
 
 
@@ -247,7 +247,7 @@ def test_listed_sizes_are_recorded_too() -> None:
             CoverageError, match="nobody knows whether the program holds at gpu_0/batch 4, gpu_1/batch 3"
         ):
             session.step(torch.randn(7, 6))
-    with pytest.raises(CoverageError, match="the step is not the program's at batch 128"):
+    with pytest.raises(CoverageError, match="the step differs from the program at batch 128"):
         capture(Odd(), (torch.randn(4, 6),), sizes=[{"batch": 128}])
 
 
@@ -502,4 +502,4 @@ def test_bits_of_a_size_are_no_guard() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.exp() if x.shape[0].bit_count() < 5 else x.tanh()
 
-    assert "what no guard can say" in capture(Counted(), (torch.randn(6, 3),)).covers.only
+    assert "no guard can express the result" in capture(Counted(), (torch.randn(6, 3),)).covers.only

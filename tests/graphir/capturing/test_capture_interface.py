@@ -264,7 +264,7 @@ def test_structures_that_json_can_not_hold_are_refused() -> None:
         def forward(self, point: Point) -> Tensor:
             return point.x + point.y
 
-    with pytest.raises(CaptureError, match="the structure of the arguments can't be written down"):
+    with pytest.raises(CaptureError, match="the structure of the arguments can't be serialized"):
         capture(Sum(), (Point(torch.randn(3), torch.randn(3)),))
 
 

@@ -148,7 +148,7 @@ class Scaled(Late):
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_that_makes_each_step_another_one_is_refused(kind: str) -> None:
     made, use, _ = KINDS[kind]
-    with pytest.raises(CaptureError, match="the step is another one when it is run again") as error:
+    with pytest.raises(CaptureError, match="the step differs when it is run again") as error:
         capture(nn.Sequential(Scaled(made(), use)), (X,))
     assert error.value.where.startswith(f"module '0', at {Path(__file__).name}:")
 
@@ -170,7 +170,7 @@ def test_one_that_nobody_changes_is_no_obstacle(kind: str) -> None:
 
 def test_a_counter_in_a_table_of_attributes_is_refused_however_late_it_matters_and_put_back() -> None:
     kept = local()
-    with pytest.raises(CaptureError, match="the step changes what the attribute 'kept' holds") as error:
+    with pytest.raises(CaptureError, match="the step changes the contents of the attribute 'kept'") as error:
         capture(nn.Sequential(Late(kept, counted)), (X,))
     assert error.value.where == "module '0'" and "allow_changes=('0.kept',)" in error.value.fix
     assert kept.n == 0
@@ -195,9 +195,9 @@ def test_what_a_distribution_computes_once_is_put_back() -> None:
             return x * self.kept.probs
 
     model, x = Masked(), torch.randn(3, 4)
-    with pytest.raises(CaptureError, match="the step changes what the attribute 'kept' holds") as refused:
+    with pytest.raises(CaptureError, match="the step changes the contents of the attribute 'kept'") as refused:
         capture(model, (x,))
-    assert "if the first step alone changes it, run one before the capture" in refused.value.fix
+    assert "if only the first step changes the attribute, run one step before the capture" in refused.value.fix
     expected = model(x)
     program = capture(model, (x,))
     with Session(emit(program), program.state) as session:

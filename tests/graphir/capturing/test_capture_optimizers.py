@@ -160,7 +160,7 @@ def test_fused_sgd_of_16_bit_parameters_is_refused_where_they_are_trained(moment
     example.model.bfloat16()
     example = example._replace(inputs=(example.inputs[0].bfloat16(),))
     optimizer = torch.optim.SGD(example.model.parameters(), lr=0.1, momentum=momentum, fused=True)
-    with pytest.raises(CaptureError, match=r"fused=True is not supported for 'fc1.weight', whose type is bfloat16"):
+    with pytest.raises(CaptureError, match=r"fused=True is not supported for 'fc1.weight' of type bfloat16"):
         captured(example, optimizer)
     for name, param in example.model.named_parameters():
         if name.startswith("fc1"):
@@ -177,7 +177,7 @@ def test_state_that_lacks_what_the_options_need() -> None:
     example.loss(example.model(*example.inputs), *example.targets).backward()
     optimizer.step()
     optimizer.param_groups[0]["amsgrad"] = True
-    text = "the optimizer has state of parameter 'fc1.weight', but no 'max_exp_avg_sq' in it"
+    text = "the optimizer's state of parameter 'fc1.weight' has no 'max_exp_avg_sq'"
     with pytest.raises(CaptureError, match=text):
         captured(example, optimizer)
 
@@ -196,8 +196,8 @@ def test_state_of_another_type_than_its_parameter() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "what"),
     [
-        ("exp_avg", torch.zeros(3), "no dense tensor of its shape and type"),
-        ("exp_avg", 0.0, "no dense tensor of its shape and type"),
+        ("exp_avg", torch.zeros(3), "not a dense tensor of the expected shape and type"),
+        ("exp_avg", 0.0, "not a dense tensor of the expected shape and type"),
         ("step", torch.zeros(3), "no number"),
         ("step", "one", "no number"),
     ],

@@ -232,7 +232,7 @@ def test_draws_of_another_thread_are_its_own_once_and_refuse_a_step_if_they_go_o
         return
     with pytest.raises(CaptureError, match="draws from Python's random") as error:
         capture(Slow(), (torch.randn(3),))
-    assert "if another thread draws, let none draw during a capture" in error.value.fix
+    assert "let no other thread draw during a capture" in error.value.fix
 
 
 def test_other_threads_that_read_the_module_see_no_fake() -> None:
@@ -277,7 +277,7 @@ def test_what_other_threads_write_into_the_module_stays() -> None:
 
     thread = threading.Thread(target=write)
     thread.start()
-    with pytest.raises(CaptureError, match="another tensor has taken the place of 'weight'"):
+    with pytest.raises(CaptureError, match="'weight' was replaced by another tensor during the capture"):
         capture(Waits(), (torch.randn(3, 8),))
     ended(thread)
     assert model.weight is new and type(model.late) is Tensor and type(model._parameters) is dict
@@ -369,7 +369,7 @@ class Spread(nn.Module):
 def test_a_step_that_runs_a_part_of_itself_in_another_thread_is_refused(given: bool) -> None:
     with pytest.raises(CaptureError, match=ANOTHER.format("Spread")) as error:
         capture(Spread(given), (torch.ones(3, 2),))
-    assert "let its forward run its modules in one thread" in error.value.fix
+    assert "let the forward of the module run its submodules in one thread" in error.value.fix
 
 
 def everything() -> dict[str, dict[str, Any]]:

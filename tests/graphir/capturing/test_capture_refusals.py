@@ -95,7 +95,7 @@ def equal(m: Any, h: Tensor) -> Tensor:
     return h if torch.equal(h, h + 1) else -h  # here
 
 
-@refused("write it with torch.fft.irfft and F.fold")
+@refused("use torch.fft.irfft and F.fold")
 def inverse_of_a_spectrogram(m: Any, h: Tensor) -> Tensor:
     window = torch.hann_window(4)
     spectrum = torch.stft(h.flatten(), 4, 1, window=window, return_complex=True)
@@ -133,7 +133,7 @@ def unique(m: Any, h: Tensor) -> Tensor:
     return h * len(torch.unique(h))  # here
 
 
-@refused("run the padded sequences, and mask what is behind their ends")
+@refused("run the padded sequences, and mask the padding")
 def packed(m: Any, h: Tensor) -> Tensor:
     return torch.nn.utils.rnn.pack_padded_sequence(h[:, None], h[:1, 0].long()).data  # here
 
@@ -143,7 +143,7 @@ def repeat_interleave(m: Any, h: Tensor) -> Tensor:
     return h * torch.repeat_interleave(h, torch.arange(6), dim=0).sum()  # here
 
 
-@refused("PyTorch computes the gradient of prod in two ways, by whether there are zeros in the data")
+@refused("PyTorch computes the gradient of prod in two ways, depending on whether the data contain zeros")
 def product(m: Any, h: Tensor) -> Tensor:
     return h * h.prod(1, keepdim=True)  # here
 
@@ -159,7 +159,7 @@ def loop(m: Any, h: Tensor) -> Tensor:
     return h
 
 
-@refused("map_impl is an operator on functions, which programs don't have")
+@refused("map_impl is a higher-order operator, and programs have no operators that take functions")
 def mapped(m: Any, h: Tensor) -> Tensor:
     with torch.no_grad():
         return map_rows(torch.tanh, h)  # here
@@ -186,12 +186,12 @@ def drawn_by_numpy(m: Any, h: Tensor) -> Tensor:
     return h * numpy.random.rand()
 
 
-@refused("the step is another one when it is run again: other of aten.mul.Tensor was")
+@refused("the step differs when it is run again: argument other of aten.mul.Tensor was")
 def drawn_by_a_generator_of_pythons(m: Any, h: Tensor) -> Tensor:
     return h * m.python.random()  # here
 
 
-@refused("the step is another one when it is run again: other of aten.mul.Tensor was")
+@refused("the step differs when it is run again: argument other of aten.mul.Tensor was")
 def drawn_by_a_generator_of_numpys(m: Any, h: Tensor) -> Tensor:
     return h * float(m.numpy.random())  # here
 
@@ -210,7 +210,7 @@ def sparse(m: Any, h: Tensor) -> Tensor:
     return torch.sparse.mm(h.to_sparse(), h.t())[:, :1] + h  # here
 
 
-@refused("the first step of a fake quantization by channel gives its statistics their sizes")
+@refused("the first step of a per-channel fake quantization resizes the statistics")
 def fake_quantized(m: Any, h: Tensor) -> Tensor:
     lowest, highest, scale, zero = torch.empty(0), torch.empty(0), torch.ones(1), torch.zeros(1, dtype=torch.int32)
     on = torch.ones(1, dtype=torch.int64)
@@ -233,18 +233,18 @@ def quantized(m: Any, h: Tensor) -> Tensor:
     return h + torch.quantize_per_tensor(h.detach(), 0.1, 0, torch.qint8).dequantize()  # here
 
 
-@refused("torch can't tell the shape of what aten._nested_tensor_from_tensor_list.default makes")
+@refused("torch can't tell the shape of aten._nested_tensor_from_tensor_list.default's result")
 def nested(m: Any, h: Tensor) -> Tensor:
     return h + torch.nested.nested_tensor([h.detach()]).to_padded_tensor(0.0)[0]  # here
 
 
-@refused("nn.TransformerEncoder makes nested tensors of what a padding mask leaves")
+@refused("nn.TransformerEncoder makes nested tensors of the positions that a mask keeps")
 def nested_by_a_mask(m: Any, h: Tensor) -> Tensor:
     with torch.no_grad():
         return h + ENCODER(h[None], src_key_padding_mask=torch.zeros(1, 6, dtype=torch.bool))[0]  # here
 
 
-@refused("forward-mode derivatives that are zero have no memory")
+@refused("zero tangents of forward-mode AD are tensors without memory")
 def zero_tangent(m: Any, h: Tensor) -> Tensor:
     derivative: Tensor = torch.func.jvp(lambda y: torch.cat([y, m.fc.bias.detach()[None]]), (h,), (h,))[1]  # here
     return derivative
@@ -292,7 +292,7 @@ def traced(m: Any, h: Tensor) -> Tensor:
     return make_fx(torch.tanh)(h * 2)(h)  # here
 
 
-@refused("a tensor of shape [4] comes from nowhere that capture has seen")
+@refused("a tensor of shape [4] whose origin capture has not seen")
 def scanned(m: Any, h: Tensor) -> Tensor:
     _, products = scan(lambda carry, x: (carry + x, carry * x), torch.zeros(4), h)  # here
     return products
@@ -301,26 +301,26 @@ def scanned(m: Any, h: Tensor) -> Tensor:
 # Settings and failures
 
 
-@refused("the step changes the default dtype for everything that comes after it", module="")
+@refused("the step changes the default dtype for everything that runs after the step", module="")
 def other_default_dtype(m: Any, h: Tensor) -> Tensor:
     torch.set_default_dtype(torch.float64)
     return h * 2
 
 
-@refused("the step changes whether gradients are computed for everything that comes after it", module="")
+@refused("the step changes the grad mode for everything that runs after the step", module="")
 def no_gradients_from_here(m: Any, h: Tensor) -> Tensor:
     h = h * 2
     torch.set_grad_enabled(False)
     return h
 
 
-@refused("the step switches oneDNN for aten.gelu.default, which rounds otherwise then")
+@refused("the step switches oneDNN for aten.gelu.default, which then rounds differently")
 def another_kernel(m: Any, h: Tensor) -> Tensor:
     with torch.backends.mkldnn.flags(enabled=not torch.backends.mkldnn.enabled):
         return F.gelu(h)  # here
 
 
-@refused("the step switches oneDNN for aten.mm.default, which rounds otherwise then")
+@refused("the step switches oneDNN for aten.mm.default, which then rounds differently")
 def another_product(m: Any, h: Tensor) -> Tensor:
     with torch.backends.mkldnn.flags(enabled=not torch.backends.mkldnn.enabled):
         return h + (h @ h.mT).bfloat16() @ h.bfloat16()  # here
@@ -333,7 +333,7 @@ def failed(m: Any, h: Tensor) -> Tensor:
     raise KeyError("missing")  # here
 
 
-@refused("Python's copy module copies a tensor of the step, which no program repeats")
+@refused("the step copies a tensor with Python's copy module, which a program does not repeat")
 def copied_deeply(m: Any, h: Tensor) -> Tensor:
     return copy.deepcopy(m.fc)(h)  # here
 
@@ -421,7 +421,9 @@ def test_an_encoder_that_packs_what_a_mask_leaves_is_refused_with_a_remedy() -> 
     layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
     encoder, inputs = nn.TransformerEncoder(layer, 1).eval(), (torch.ones(2, 6, 4),)
     mask = {"src_key_padding_mask": torch.zeros(2, 6, dtype=torch.bool)}
-    with pytest.raises(CaptureError, match=r"nested tensors of what a padding mask .*\n.*\n.* use_nested_tensor "):
+    with pytest.raises(
+        CaptureError, match=r"nested tensors of the positions that a mask .*\n.*\n.* use_nested_tensor "
+    ):
         capture(encoder, inputs, kwargs=mask)
     encoder.use_nested_tensor = False
     assert capture(encoder, inputs, kwargs=mask)

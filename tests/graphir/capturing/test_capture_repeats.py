@@ -55,7 +55,7 @@ def by_an_operator(x: Tensor, choices: Any = itertools.cycle([torch.sin, torch.c
 @pytest.mark.parametrize("batch_dims", [0, ((None,), {}, ())], ids=["batch", "no batch"])
 @pytest.mark.parametrize("step", [by_a_global, by_an_iterator, by_a_constant])
 def test_python_outside_of_modules_that_counts(step: Callable[[Tensor], Any], batch_dims: Any) -> None:
-    with pytest.raises(CaptureError, match="the step is another one when it is run again") as error:
+    with pytest.raises(CaptureError, match="the step differs when it is run again") as error:
         capture(Runs(step), (torch.randn(4, 3),), batch_dims=batch_dims)
     assert "no globals" in str(error.value)
 
@@ -113,7 +113,7 @@ ALTERNATIVES: dict[str, Callable[[Tensor, bool], Any]] = {
 @pytest.mark.parametrize("place", list(Turns(0).next))
 def test_steps_that_take_turns(place: str) -> None:
     turn = Turns(0).next[place]
-    with pytest.raises(CaptureError, match="the step is another one when it is run again"):
+    with pytest.raises(CaptureError, match="the step differs when it is run again"):
         capture(Runs(lambda x: x.sin() if turn() % 2 else x.cos()), (torch.randn(4, 3),))
 
 
@@ -123,7 +123,7 @@ def test_steps_that_take_turns(place: str) -> None:
 @pytest.mark.parametrize(("period", "first"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
 def test_whichever_turn_it_is(period: int, first: int, batch: int, batch_dims: Any) -> None:
     turn = Turns(first).in_a_global
-    with pytest.raises(CaptureError, match="the step is another one when it is run again"):
+    with pytest.raises(CaptureError, match="the step differs when it is run again"):
         capture(
             Runs(lambda x: x.sin() if turn() % period else x.cos()), (torch.randn(batch, 3),), batch_dims=batch_dims
         )
@@ -133,7 +133,7 @@ def test_whichever_turn_it_is(period: int, first: int, batch: int, batch_dims: A
 @pytest.mark.parametrize("name", list(ALTERNATIVES))
 def test_what_takes_turns(name: str, first: int) -> None:
     turn = Turns(first).in_a_global
-    with pytest.raises(CaptureError, match="the step is another one when it is run again"):
+    with pytest.raises(CaptureError, match="the step differs when it is run again"):
         capture(Runs(lambda x: ALTERNATIVES[name](x, turn() % 2 == 0)), (torch.randn(4, 3),))
 
 

@@ -251,8 +251,8 @@ def test_lengths_that_are_data_are_refused_with_what_can_be_done(packs: bool) ->
     given = (x, lengths) if packs else (rnn.pack_padded_sequence(x, lengths, batch_first=True),)
     with pytest.raises(CaptureError) as error:
         capture(model if packs else nn.GRU(3, 5), given)
-    assert error.value.what == "how sequences are packed follows from their lengths, which are data"
-    assert all(word in error.value.fix for word in ("Python integers", "buckets", "DataParallel with the loss outside"))
+    assert error.value.what == "the packing of sequences depends on their lengths, which are data here"
+    assert all(word in error.value.fix for word in ("Python integers", "buckets", "DataParallel and the loss outside"))
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_what_only_the_first_step_changes_is_put_back(first: Callable[[SetUp], f
 def test_a_second_step_that_differs_is_refused(first: Callable[[SetUp], float], attribute: str) -> None:
     made = example(first)
     with pytest.raises(
-        CaptureError, match=f"the step changes .*{attribute}.*\n.*the model\n.*fix +keep it in a buffer"
+        CaptureError, match=f"the step changes .*{attribute}.*\n.*the model\n.*fix +keep the value in a buffer"
     ):
         graphir.capture(made.model, made.inputs, loss=made.loss)
     assert not made.model._ready and made.model._seen == []
@@ -319,7 +319,7 @@ def test_a_buffer_that_the_first_step_makes_is_refused_before_that_step_alone() 
     made = Example(Positions(), (torch.randn(4, 3),), (), lambda y: y.pow(2).sum())
     with pytest.raises(CaptureError, match="rebinds buffer 'positions'") as error:
         graphir.capture(made.model, made.inputs, loss=made.loss)
-    assert error.value.fix.endswith("if the first step alone sets it up, run one before the capture")
+    assert error.value.fix.endswith("if only the first step sets up the buffer, run one step before the capture")
     made.model(*made.inputs)
     matches_eager(graphir.capture(made.model, made.inputs, loss=made.loss), made, batches=(6,))
 
@@ -341,7 +341,7 @@ def test_a_mode_that_the_first_step_chooses_is_captured_after_it() -> None:
     model, x = Chooses(), torch.randn(4, 3)
     with pytest.raises(CaptureError, match="the step changes the attribute 'mode'") as error:
         graphir.capture(model, (x,))
-    assert "run one before the capture" in error.value.fix
+    assert "run one step before the capture" in error.value.fix
     model(x)
     assert not graphir.capture(model, (x,)).covers.fixed
 

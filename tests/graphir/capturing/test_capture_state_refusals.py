@@ -56,17 +56,17 @@ def strided_statistics(m: Any, h: Tensor) -> Tensor:
     return F.batch_norm(h, both[:, 0], both[:, 1], training=True)  # here
 
 
-@refused("aten.resize_.default changes what a tensor refers to")
+@refused("aten.resize_.default changes the size or the storage of a tensor")
 def resized(m: Any, h: Tensor) -> Tensor:
     return h + torch.zeros(2).resize_(4)  # here
 
 
-@refused("aten.resize_as_.default changes what a tensor refers to")
+@refused("aten.resize_as_.default changes the size or the storage of a tensor")
 def resized_like_another(m: Any, h: Tensor) -> Tensor:
     return h + torch.zeros(2).resize_as_(h)  # here
 
 
-@refused("aten.set_.source_Tensor changes what a tensor refers to")
+@refused("aten.set_.source_Tensor changes the size or the storage of a tensor")
 def pointed_elsewhere(m: Any, h: Tensor) -> Tensor:
     other = h.detach().clone()
     other.set_(h.detach())  # here
@@ -78,12 +78,12 @@ def written_out(m: Any, h: Tensor) -> Tensor:
     return h + torch.mul(h.detach(), 2, out=torch.empty(6, 4))  # here
 
 
-@refused("random numbers are drawn into a tensor with strides [8, 2]")
+@refused("the step draws random numbers into a tensor with strides [8, 2]")
 def drawn_with_gaps(m: Any, h: Tensor) -> Tensor:
     return h * torch.empty(6, 8)[:, ::2].bernoulli_()  # here
 
 
-@refused("a tensor of shape [6, 4] comes from nowhere that capture has seen")
+@refused("a tensor of shape [6, 4] whose origin capture has not seen")
 def computed_behind_the_dispatcher(m: Any, h: Tensor) -> Tensor:
     with _disable_current_modes():
         unseen = h.detach() * 2
@@ -125,7 +125,7 @@ def frozen_late(m: Any, h: Tensor) -> Tensor:
     return h
 
 
-@refused("that needs a gradient and is no parameter of the modules that run")
+@refused("that requires a gradient but is not a parameter of the modules that run")
 def parameter_in_a_list(m: Any, h: Tensor) -> Tensor:
     return h @ m.params[0]  # here
 
@@ -152,13 +152,13 @@ def switched(m: Any, h: Tensor) -> Tensor:
     return h
 
 
-@refused("the step changes what the attribute 'seen' holds")
+@refused("the step changes the contents of the attribute 'seen'")
 def appended(m: Any, h: Tensor) -> Tensor:
     m.seen.append(h)
     return h
 
 
-@refused("the step changes what the attribute 'seen' holds")
+@refused("the step changes the contents of the attribute 'seen'")
 def appended_inside(m: Any, h: Tensor) -> Tensor:
     def note() -> None:
         m.seen[1].append(3)
@@ -173,37 +173,37 @@ def new_list(m: Any, h: Tensor) -> Tensor:
     return h
 
 
-@refused("the step changes what the attribute 'cache' holds")
+@refused("the step changes the contents of the attribute 'cache'")
 def cached(m: Any, h: Tensor) -> Tensor:
     m.cache["h"] = h.detach()
     return h
 
 
-@refused("the step changes what the attribute 'cache' holds")
+@refused("the step changes the contents of the attribute 'cache'")
 def counted_in_a_dict(m: Any, h: Tensor) -> Tensor:
     m.cache["kept"]["inner"] += 1
     return h
 
 
-@refused("the step changes what the attribute 'nested' holds")
+@refused("the step changes the contents of the attribute 'nested'")
 def counted_within_a_tuple(m: Any, h: Tensor) -> Tensor:
     m.nested[0].append(1)
     return h
 
 
-@refused("the step changes what the attribute 'shapes' holds")
+@refused("the step changes the contents of the attribute 'shapes'")
 def added_to_a_set(m: Any, h: Tensor) -> Tensor:
     m.shapes.add(tuple(h.shape))
     return h
 
 
-@refused("the step changes what the attribute 'recent' holds")
+@refused("the step changes the contents of the attribute 'recent'")
 def put_into_a_deque(m: Any, h: Tensor) -> Tensor:
     m.recent.append(2)
     return h
 
 
-@refused("the step changes what the attribute 'book' holds")
+@refused("the step changes the contents of the attribute 'book'")
 def counted_in_an_object(m: Any, h: Tensor) -> Tensor:
     m.book.calls += 1
     return h * m.book.calls

@@ -125,7 +125,7 @@ def test_classes_that_no_file_can_name_are_refused() -> None:
         (lambda m, x: Odd(x), (X,), "what the model returns"),
         (lambda m, odd: odd.x * 2, (Odd(X),), "the arguments"),
     ):
-        with pytest.raises(CaptureError, match=f"the structure of {whose} can't be written down") as error:
+        with pytest.raises(CaptureError, match=f"the structure of {whose} can't be serialized") as error:
             capture(Returns(body), args)
         assert "serialized_type_name" in error.value.fix
 
@@ -158,6 +158,8 @@ def test_what_makes_no_output_is_refused() -> None:
     with pytest.raises(CaptureError, match="output is a str, not a function") as error:
         capture(nn.Linear(3, 2), (X,), output="logits")  # type: ignore[arg-type]
     assert "output=lambda out: out.logits" in error.value.fix
-    with pytest.raises(CaptureError, match="output is given, and a loss, which takes what the model returns") as error:
+    with pytest.raises(
+        CaptureError, match="output and loss are both given, but a step with a loss returns the loss"
+    ) as error:
         capture(nn.Linear(3, 2), (X,), targets=(Y,), loss=nn.functional.mse_loss, output=lambda out: out)
-    assert error.value.fix == "leave output out, and choose within the loss what it needs"
+    assert error.value.fix == "leave output out, and let the loss choose from the results of the model"

@@ -131,16 +131,16 @@ def test_files_and_witness(tmp_path: Path) -> None:
     [
         (
             {"backward": True, "loss": lambda out: out.sum()},
-            "backward is given, and a loss, whose backward starts from the loss itself\n"
-            "  fix  leave backward out; or leave the loss out, and give the gradients of the outputs to the step",
+            "backward and loss are both given, but the backward of a step with a loss starts from the loss\n"
+            "  fix  leave backward out; or leave loss out, and give the gradients of the outputs to the step",
         ),
         (
             {"backward": "yes"},
-            "backward='yes': a step has one, or not, or one of some outputs\n"
+            "backward='yes' is neither a bool nor positions of outputs\n"
             "  fix  give True, False, or positions of outputs such as [0]",
         ),
-        ({"backward": [-1]}, "backward=[-1]: a step has one, or not, or one of some outputs\n"),
-        ({"backward": []}, "backward=[]: a step has one, or not, or one of some outputs\n"),
+        ({"backward": [-1]}, "backward=[-1] is neither a bool nor positions of outputs\n"),
+        ({"backward": []}, "backward=[] is neither a bool nor positions of outputs\n"),
         ({"backward": [0, 2]}, "backward names output 2, which needs no gradient\n"),
         ({"backward": True, "accumulate": 2}, "accumulate is given, but no loss, so that there are no gradients\n"),
     ],

@@ -46,23 +46,26 @@ def large(h: Tensor) -> bool:
 
 
 UNSEEN: dict[str, tuple[Body, str]] = {
-    "int": (lambda h: h.sin() if large(h) else h.cos(), r"it calls aten.sin.default there\n  at   .*aten.cos"),
-    "numpy": (lambda h: h * float(numpy.int64(h.shape[0]) > 100), "other is 1.0 there, in the program 0.0"),
-    "a table": (lambda h: h * TABLE.get(h.shape[0], 1.0), "other is 2.0 there, in the program 1.0"),
-    "numel": (lambda h: h.sum(int(h.shape.numel() > 300)), "dim is "),
+    "int": (lambda h: h.sin() if large(h) else h.cos(), r"the step calls aten.sin.default\n  at   .*aten.cos"),
+    "numpy": (lambda h: h * float(numpy.int64(h.shape[0]) > 100), "argument other is 1.0, in the program 0.0"),
+    "a table": (lambda h: h * TABLE.get(h.shape[0], 1.0), "argument other is 2.0, in the program 1.0"),
+    "numel": (lambda h: h.sum(int(h.shape.numel() > 300)), "argument dim is "),
     "a constant": (lambda h: h + torch.tensor(1.0 + large(h)), "the constant 'constant' has other values"),
-    "more": (lambda h: h.sin().sin() if large(h) else h.sin(), "it calls 4 operators there, in the program 3"),
-    "fewer": (lambda h: h.sin() if large(h) else h.sin().sin(), "it calls 3 operators there, in the program 4"),
-    "other operands": (lambda h: h.sin() - h if large(h) else h - h.sin(), "it reads other values there"),
-    "other results": (lambda h: (h.sin(), h)[:: -1 if large(h) else 1], "it differs in what the model returns"),
+    "more": (lambda h: h.sin().sin() if large(h) else h.sin(), "the step calls 4 operators, the program 3"),
+    "fewer": (lambda h: h.sin() if large(h) else h.sin().sin(), "the step calls 3 operators, the program 4"),
+    "other operands": (lambda h: h.sin() - h if large(h) else h - h.sin(), "the operator reads other values"),
+    "other results": (
+        lambda h: (h.sin(), h)[:: -1 if large(h) else 1],
+        "the difference is in the results of the model",
+    ),
     "another layout": (
         lambda h: h.clone(memory_format=torch.preserve_format if large(h) else None),
-        "memory_format is",
+        "argument memory_format is",
     ),
-    "a shape": (lambda h: h.new_ones(3 if large(h) else 2), "size is "),
-    "a refusal": (lambda h: h * h.sum().item() if large(h) else h.sin(), "it can't be recorded there: aten._local"),
+    "a shape": (lambda h: h.new_ones(3 if large(h) else 2), "argument size is "),
+    "a refusal": (lambda h: h * h.sum().item() if large(h) else h.sin(), "the step can't be recorded: aten._local"),
 }
-"""By what Python makes of a size: a step that is another one at 128 rows, and how the witness says so."""
+"""By what Python makes of a size: a step that differs at 128 rows, and how the witness says so."""
 
 
 def session_of(program: graphir.Program, devices: list[int] | None = None, **options: Any) -> Session:
@@ -81,7 +84,7 @@ def test_a_step_that_is_another_one_at_a_size_that_was_not_recorded(name: str, d
     with session_of(program, devices, witness=program) as session:
         session.step(x)
         for _ in range(2):  # the second time without recording it again
-            with pytest.raises(CoverageError, match=rf"(?s)the step is not the program's at batch 128: {how}"):
+            with pytest.raises(CoverageError, match=rf"(?s)the step differs from the program at batch 128: {how}"):
                 session.step(more)
         session.step(x)
         assert session.steps_done == 2
@@ -206,10 +209,10 @@ def test_a_module_that_has_changed_since() -> None:
     program = capture(model, (torch.randn(8, 3),), loss=lambda out: out.sum())
     assert program.witness is not None
     model.fc.weight.requires_grad_(False)
-    with pytest.raises(CoverageError, match=r"it calls aten.sum.dim_IntList there"):
+    with pytest.raises(CoverageError, match=r"the step calls aten.sum.dim_IntList"):
         program.witness({"batch": 33})
     model.fc = nn.Linear(3, 4)
-    with pytest.raises(CoverageError, match=r"param 'fc\.weight' has another shape or type there"):
+    with pytest.raises(CoverageError, match=r"param 'fc\.weight' has another shape or type"):
         program.witness({"batch": 34})
 
 
@@ -243,7 +246,7 @@ def test_a_witness_of_another_program_is_refused() -> None:
     wider = capture(nn.Linear(3, 3), (torch.randn(8, 3),))
     with session_of(program, witness=other):  # of another module of the same kind: nobody can tell
         pass
-    with pytest.raises(SessionError, match="the plan is not one of program 'linear'"):
+    with pytest.raises(SessionError, match="the plan was not made of program 'linear'"):
         session_of(program, witness=wider)
     with pytest.raises(SessionError, match="witness is a bool, not a program"):
         session_of(program, witness=True)
