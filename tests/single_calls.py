@@ -42,7 +42,7 @@ def subject_of(type: str, given: list[Any], args: Mapping[str, Any]) -> Subject 
         except (RuntimeError, ValueError, IndexError):
             return None
     made = [x for x in pytree.tree_leaves(returned) if isinstance(x, Tensor)]
-    effects = effects_of(type, stored, pattern, len(tensors), None, len(made)) if type != "Copy" else PURE
+    effects = effects_of(type, stored, pattern, len(tensors), None) if type != "Copy" else PURE
     if effects.writes and 0 in tensors[0].stride():
         return None
     names = [f"x{i}" for i in range(len(tensors))]

@@ -179,7 +179,7 @@ def _infer(op: Operator, inputs: Inputs, args: Mapping[str, Arg]) -> Inferred:
     if not is_known(op.type):
         return Inferred(None, None, _unknown(op.type))
     sig = signature(op.type)
-    effects = effects_of(op.type, args, op.operands, len(inputs), op.results, len(op.outputs))
+    effects = effects_of(op.type, args, op.operands, len(inputs), op.results)
     complaint = _complaint(op, sig, effects)
     known_type = operator_type(op.type)
     if complaint or None in inputs or known_type.shapes_vary:

@@ -195,13 +195,11 @@ def _result(returned: Any) -> Result:
     return Result(str(returned.real_type) == "List[Tensor]", *_alias(returned.alias_info))
 
 
-def effects_of(
-    type: str, args: Mapping[str, Arg], operands: str | None, inputs: int, results: str | None, outputs: int
-) -> Effects:
-    """The effects of an operator of *type* with these arguments, operand pattern and numbers of inputs and outputs.
+def effects_of(type: str, args: Mapping[str, Arg], operands: str | None, inputs: int, results: str | None) -> Effects:
+    """The effects of an operator of *type* with these arguments, patterns of operands and results, and so many inputs.
 
     Operands that are overwritten but not returned are the outputs beyond the ``results`` pattern, in the order of the
-    parameters. *outputs* may leave them out.
+    parameters.
     """
     sig = signature(type)
     written: dict[int, None] = {}

@@ -194,7 +194,7 @@ class Builder:
         self._check(flat)
         args = without_defaults(type, args)
         count = len(signature(type).results) if results is None else results.count("t")
-        effects = effects_of(type, args, pattern, len(flat), results, count)
+        effects = effects_of(type, args, pattern, len(flat), results)
         hidden = [source for output, source in effects.writes if output >= count]
         op = Operator(
             type,

@@ -155,7 +155,7 @@ def _externals(
 def _operator(call: RecordedCall, args: Mapping[str, Arg], named: Sequence[str], blobs: Mapping[str, Blob]) -> Operator:
     inputs = tuple([named[v.index] for v in call.inputs])
     outputs = tuple([named[v.index] for v in call.outputs])
-    effects = effects_of(call.type, args, call.operands, len(inputs), call.results, len(outputs))
+    effects = effects_of(call.type, args, call.operands, len(inputs), call.results)
     return Operator(
         call.type,
         inputs,

@@ -157,7 +157,7 @@ def _operator(part: _Part, gradient: tuple[str, ...], skip: tuple[str, ...]) -> 
         "update",
         update.param.rpartition(".")[0],
         operands=operands,
-        effects=effects_of(update.type, update.args, operands, len(inputs), None, 0),
+        effects=effects_of(update.type, update.args, operands, len(inputs), None),
         input_versions=stored_versions([part.version, *[0] * (len(inputs) - 1)]),
         output_versions=(part.version + 1, *[1] * len(present)),
     )

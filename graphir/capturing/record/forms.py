@@ -116,7 +116,7 @@ class Form:
 
     def _hides_writes(self) -> bool:
         tensors = signature(self.type).tensors
-        return bool(effects_of(self.type, {"training": True}, None, len(tensors), None, 0).writes)
+        return bool(effects_of(self.type, {"training": True}, None, len(tensors), None).writes)
 
     def draws(self, args: Mapping[str, Arg]) -> bool:
         """Whether the operator draws random numbers if it is given these arguments."""
@@ -170,7 +170,7 @@ class Form:
         key = operands, len(tensors), args.get("training")
         found = self._writes.get(key)
         if found is None:
-            writes = effects_of(self.type, args, operands, len(tensors), None, 0).writes
+            writes = effects_of(self.type, args, operands, len(tensors), None).writes
             found = self._writes[key] = tuple(sorted({source for _, source in writes}))
         return found
 

@@ -74,7 +74,7 @@ def test_effects_follow_from_the_schema():
         fake=like,
         example=(X, torch.zeros(())),
     )
-    effects = effects_of("graphir_tests.count_.default", {}, None, 2, None, 2)
+    effects = effects_of("graphir_tests.count_.default", {}, None, 2, None)
     assert effects.writes == ((1, 1),) and not effects.views and not effects.random
 
 
