@@ -198,7 +198,7 @@ def test_one_that_is_not_registered_is_refused_with_what_registers_it():
     with pytest.raises(CaptureError, match=r"graphir_own\.unknown\.default is not one of torch's own") as raised:
         graphir.capture(Foreign(), inputs=(BATCH[0],))
     assert raised.value.fix.startswith(
-        "graphir.register_operator(torch.ops.graphir_own.unknown) once before the capture"
+        "call graphir.register_operator(torch.ops.graphir_own.unknown) once before the capture"
     )
 
 

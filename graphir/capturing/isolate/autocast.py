@@ -250,8 +250,8 @@ class _Follow:
                     "the step enters a torch.autocast for CUDA that was made outside of the step, as by a decorator: "
                     f"{_UNTOLD}",
                     where=where(self._here()),
-                    fix='write "with torch.autocast("cuda", …):" in the forward, or capture with target="cpu", which '
-                    "records no casts for CUDA",
+                    fix='make the autocast in the forward: with torch.autocast("cuda", …); or capture with '
+                    'target="cpu", which records no casts for CUDA',
                 )
             return enter(autocast)
 

@@ -44,7 +44,9 @@ def captured(module, **options):
     ids=lambda module: type(module).__name__,
 )
 def test_a_training_step_in_evaluation_mode_is_told(module):
-    with pytest.warns(TrainingWarning, match=r"in evaluation mode: (.|\n)*call model.train\(\)") as told:
+    with pytest.warns(
+        TrainingWarning, match=r"is in evaluation mode, but a training step is captured: (.|\n)*call model.train\(\)"
+    ) as told:
         captured(module)
     assert len(told) == 1 and told[0].filename == __file__
 
