@@ -9,7 +9,6 @@ from graphir.ir.device import Device
 from graphir.ir.program import Program
 
 from ..base import Pipeline
-from ..emit import instructed
 from .asked import Asked, require_pins
 from .attempts import Attempt, Attempts
 from .drafts import Hand, choice_of
@@ -104,10 +103,7 @@ class Figures:
         """The same of a plan that a person would have tried, in its fastest order."""
         attempt, judged = attempts[0], hand.judged
         problem = attempt.problem
-        found = self.plans.estimate(instructed(judged.made))
-        busy = {use.lane.partition(".")[0]: use.busy for use in found.lanes if use.lane.endswith(".compute")}
-        crossing = {(link.source, link.destination): link.nbytes for link in found.links}
-        after = _After(hand.program, judged.then, judged.peaks, judged.seconds, busy, crossing)
+        after = _After(hand.program, judged.then, judged.peaks, judged.seconds, judged.busy, judged.crossing)
         held = [judged.peaks.get(name, 0) for name in problem.devices]
         problems = [one.grouped.problem for one in attempts]
         reasons = Reasons(problem, choice_of(hand.draft, attempt.grouped), problems, held, hand.says)

@@ -45,12 +45,16 @@ class Judged(NamedTuple):
         peaks: by device, what the plan holds.
         seconds: of a step; infinite where they were not asked for.
         made: the program with these passes.
+        busy: by device, the seconds for which it computes, where the seconds of a step are known.
+        crossing: likewise, by source and destination the bytes that are copied.
     """
 
     then: str
     peaks: Mapping[str, int]
     seconds: float
     made: Program
+    busy: Mapping[str, float] = {}
+    crossing: Mapping[tuple[str, str], int] = {}
 
 
 class Emitted(NamedTuple):
@@ -146,7 +150,7 @@ class Plans:
         """The same, anew."""
         program = placed(self.program, grouped, choice)
         judged = self.as_it_is if program is self.program else self.judged(program)
-        return Emitted(choice, program, *judged)
+        return Emitted(choice, program, *judged[:4])
 
     def judged(self, program: Program, *, timed: bool = True) -> Judged:
         """What a placed program comes to: with shared storage where its plan would exceed the limits. What exceeds them
@@ -172,7 +176,7 @@ class Plans:
         if not self.flows or one.made is None:
             return one
         judged = Judged(one.then, one.peaks, one.seconds, one.made)
-        return Emitted(one.choice, one.program, *self.in_any_order(one.program, judged, late))
+        return Emitted(one.choice, one.program, *self.in_any_order(one.program, judged, late)[:4])
 
     def in_any_order(self, program: Program, judged: Judged, late: Callable[[], bool]) -> Judged:
         """What a placed program comes to in the fastest order that keeps within the limits: the one that was *judged*,
@@ -204,13 +208,13 @@ class Plans:
     def sharing(self, copied: Program, then: str, *, timed: bool) -> Judged:
         """A program with its copies as a plan, or with shared storage where that is allowed and holds less beyond the
         limits."""
-        found = self.planned(copied, then, timed)
+        found, plan = self.planned(copied, then)
         if self.shares and (excess := self.excess(found.peaks)):
             shared = ShareStorage().recorded(copied)
             if shared.step is not copied.step:
-                other = self.planned(shared, f"{then} | {ShareStorage()}", timed)
-                found = other if self.excess(other.peaks) < excess else found
-        return found
+                other, its_plan = self.planned(shared, f"{then} | {ShareStorage()}")
+                found, plan = (other, its_plan) if self.excess(other.peaks) < excess else (found, plan)
+        return self.timed(found, plan) if timed or not self.excess(found.peaks) else found
 
     def filled(self, made: Program, device: str) -> Filled:
         """What fills a device where the plan of a program with its copies holds the most there."""
@@ -220,14 +224,19 @@ class Plans:
         held = sorted(found.at_peak[device].items(), key=lambda pair: -pair[1])
         return Filled(None if position < 0 else plan.step.ops[position], plan.program, held)
 
-    def planned(self, copied: Program, then: str, timed: bool) -> Judged:
-        """The plan of a program with its copies."""
+    def planned(self, copied: Program, then: str) -> tuple[Judged, Plan]:
+        """The plan of a program with its copies, and what it holds."""
         plan = instructed(copied)
         self.emitted += 1
         held = memory(plan, threads=self.threads, profile=self.profile).peak
-        peaks = {str(device): nbytes for device, nbytes in held.items()}
-        seconds = self.estimate(plan).seconds if timed or not self.excess(peaks) else inf
-        return Judged(then, peaks, seconds, copied)
+        return Judged(then, {str(device): nbytes for device, nbytes in held.items()}, inf, copied), plan
+
+    def timed(self, judged: Judged, plan: Plan) -> Judged:
+        """The same with the seconds of a step."""
+        found = self.estimate(plan)
+        busy = {use.lane.partition(".")[0]: use.busy for use in found.lanes if use.lane.endswith(".compute")}
+        crossing = {(link.source, link.destination): link.nbytes for link in found.links}
+        return judged._replace(seconds=found.seconds, busy=busy, crossing=crossing)
 
     def estimate(self, plan: Plan) -> Estimate:
         """What a step of a plan would take, in the way to execute it that is the fastest."""

@@ -27,9 +27,11 @@ _CACHE: Final = type(functools.cache(int))
 _CAST: Final = "aten._to_copy.default"
 """The operator of casts of weights, which autocast keeps until its outermost region ends, maybe after the capture."""
 _YOUNGEST: Final = 0
+_SURVIVORS: Final = 1
 _OLDEST: Final = 2
-"""Generations of objects that the collector looks through for cycles. The collector rests during a capture, so that the
-youngest generation has all that the step made. The oldest has all objects of the process, and takes longest."""
+"""Generations of objects that the collector looks through for cycles, each with the younger ones. The collector rests
+during a capture, so that the youngest generation has all that the step made. What is alive at a first look is among the
+survivors at the next. The oldest generation has all objects of the process, and takes longest."""
 _DEPTH: Final = 3
 """How deep containers are searched: a cache's own table, and a tuple of dicts that a function returns."""
 
@@ -114,7 +116,7 @@ class Caches:
         Raises:
             CaptureError: names the line.
         """
-        for made in self._remaining() if self._survive(_YOUNGEST, _OLDEST) else ():
+        for made in self._remaining() if self._survive(_SURVIVORS, _OLDEST) else ():
             if made.known or made.type != _CAST or not open_regions():
                 raise CaptureError(
                     f"the step keeps a result of {made.type} outside of the model, where the next eager step would "
