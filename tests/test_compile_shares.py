@@ -124,7 +124,7 @@ class Fixed(nn.Module):
         ({"shares": [3, 0]}, "replicate: shares: a share cannot be 0"),
         ({"shares": [-3, 1]}, "replicate: shares: a share cannot be -3"),
         ({"shares": [0.75, 0.25]}, r"replicate: shares: a share cannot be 0\.75"),
-        ({"shares": "even"}, "replicate: shares: 'even' is no list of shares"),
+        ({"shares": "even"}, "replicate: shares: 'even' is not a list of shares"),
         ({"shares": [100, 1]}, r"divides the 16 rows of 2 replicas as \[16, 0\], and the last gets none"),
         (
             {"shares": "auto"},

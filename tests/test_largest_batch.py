@@ -239,7 +239,7 @@ def unnamed() -> graphir.Topology:
         (lambda p: passes.inject_copies(passes.shift_modules(p, {"1": 1})), {}, "balance", ""),
         (lambda p: p, {"limits": {}}, "balance: limits names no device", "give the most"),
         (lambda p: p, {"limits": {"gpu:9": 5}}, "balance: limits names gpu:9, which topology 'h200x8'", ""),
-        (lambda p: p, {"limits": {"gpu:0": "5 XB"}}, "'5 XB' is no number of bytes", "write a whole number"),
+        (lambda p: p, {"limits": {"gpu:0": "5 XB"}}, "'5 XB' is not a number of bytes", "write a whole number"),
         (lambda p: p, {"options": ["bark"]}, "options.0: Input should be 'shift'", ""),
         (lambda p: p, {"threads": 0}, "largest_batch: threads=0: a kernel needs", ""),
         (lambda p: p, {"profile": 3}, "largest_batch: profile is a int", ""),

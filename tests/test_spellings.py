@@ -109,7 +109,7 @@ def test_numbers_of_bytes_are_accelerates(given: Any, nbytes: int) -> None:
     ("given", "message"),
     [
         *[
-            (given, f"{given!r} is no number of bytes\n  fix  write a whole number from 1 up, or text such as")
+            (given, f"{given!r} is not a number of bytes\n  fix  write a whole number from 1 up, or text such as")
             for given in ("40 XB", "40", "MB", "-40MB", "1e3 MB", "", 0, -1, True, 1e9, float("nan"), None, ["1 GiB"])
         ],
         ("40Mb", "'40Mb' ends in 'b', which stands for bits\n  fix  write '40 MB'"),
@@ -145,7 +145,7 @@ def test_every_limit_is_refused_alike(program: Program, tmp_path: Path) -> None:
         lambda: app(["balance", str(file), "--limit=cuda:0=1 XB"], standalone_mode=False),
     ]
     for limited in calls:
-        with pytest.raises(GraphirError, match=r"(limits\.cuda:0|memory_limit): '1 XB' is no number of bytes"):
+        with pytest.raises(GraphirError, match=r"(limits\.cuda:0|memory_limit): '1 XB' is not a number of bytes"):
             limited()
     app(
         [

@@ -234,12 +234,12 @@ def flatten(call: Call, returned: Any) -> dict[int, Any]:
     found: dict[int, Any] = {}
     things = [returned] if call.single else returned or ()
     if len(things) != len(call.returned):
-        raise ValueError(f"it returns {len(things)} things where {len(call.returned)} are named")
+        raise ValueError(f"the kernel returns {len(things)} results, but {len(call.returned)} are named")
     for group, thing in zip(call.returned, things, strict=True):
         if isinstance(group, list):
             if not isinstance(thing, list | tuple) or len(thing) != len(group):
                 count = len(thing) if isinstance(thing, list | tuple) else 1
-                raise ValueError(f"it returns {count} tensors where {len(group)} are named")
+                raise ValueError(f"the kernel returns {count} tensors, but {len(group)} are named")
             found.update({i: tensor for i, tensor in zip(group, thing, strict=True) if i is not None})
         elif group is not None:
             found[group] = thing

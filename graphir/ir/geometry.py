@@ -82,7 +82,7 @@ def geometry(blob: Blob, dims: Dims) -> Geometry | None:
         return None
     if dtype not in ITEMSIZE:
         raise GraphirError(
-            f"blob {blob.name!r} is of the unknown element type {dtype!r}{nearest(dtype, ITEMSIZE)}",
+            f"blob {blob.name!r} has the unknown element type {dtype!r}{nearest(dtype, ITEMSIZE)}",
             fix=f"element types: {', '.join(ITEMSIZE)}",
         )
     bound = bind_shape(shape, dims)
@@ -98,7 +98,7 @@ def absurdity(g: Geometry) -> str:
     """Why no tensor can have this geometry; empty if one can."""
     numbers = (*g.shape, *(g.declared_strides or ()), g.offset)
     if min(numbers) < 0 or max(*numbers, prod(g.shape)) > LARGEST:
-        return f"is declared {g}, and nothing is of such a size"
+        return f"is declared {g}, which is not a possible size"
     return f"has {len(g.strides)} strides for {len(g.shape)} dimensions" if len(g.strides) != len(g.shape) else ""
 
 

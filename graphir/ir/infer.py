@@ -220,10 +220,10 @@ def _complaint(op: Operator, sig: Signature, effects: Effects) -> str:
     tensors, count = sig.tensors, len(op.inputs)
     used = sum(map(len, map(positions, arranged)))
     if used != count:
-        return f"{op.type} has {count} inputs where its pattern {op.operands!r} takes {used}"
+        return f"{op.type} has {count} inputs, but its pattern {op.operands!r} takes {used}"
     if len(arranged) > len(tensors):
         taken = ", ".join(p.name for p in tensors) or "none"
-        return f"{op.type} has {len(arranged)} inputs where its signature takes {len(tensors)} ({taken})"
+        return f"{op.type} has {len(arranged)} inputs, but its signature takes {len(tensors)} ({taken})"
     given = {p.name for p, g in zip(sig.tensors, arranged, strict=False) if g is not None} | set(op.args)
     optional = {p.name for p in sig.params if not p.required or p.type.startswith("Optional")}
     missing = types.keys() - given - optional - {"generator", "device"}

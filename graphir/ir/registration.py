@@ -26,7 +26,9 @@ _KEYS: Final[Mapping[str, str]] = {"cpu": "CPU", "cuda": "CUDA"}
 _TENSORS: Final = frozenset({"Tensor", "Optional[Tensor]", "List[Tensor]", "List[Optional[Tensor]]"})
 _REACHES: Final = re.compile(r"Storage|Stream|Any|Future|__torch__|Dict|Tuple|complex")
 _FIX_SCHEMA: Final = "write it as torch does: 'mylib::scale(Tensor x, float by=2.0) -> Tensor'"
-_FIX_FAKE: Final = "pass as fake= what returns tensors like its results: fake=lambda x, by=2.0: torch.empty_like(x)"
+_FIX_FAKE: Final = (
+    "pass fake=, a function that returns tensors like the results: fake=lambda x, by=2.0: torch.empty_like(x)"
+)
 
 _libraries: Final[list[torch.library.Library]] = []
 """The libraries that have defined operators and kernels. Torch drops operators and kernels with their library."""
@@ -80,7 +82,7 @@ def register_operator(
     """
     _check_options(flops, scratch, nondeterministic, only_elements, example)
     if isinstance(operator, str) and not operator.isascii():
-        raise GraphirError(f"{operator!a} is no name or schema of an operator", fix=_FIX_SCHEMA)
+        raise GraphirError(f"{operator!a} is neither the name nor the schema of an operator", fix=_FIX_SCHEMA)
     libraries: list[torch.library.Library] = []
     try:
         if isinstance(operator, str) and "(" in operator:
@@ -116,7 +118,7 @@ def _defined(
         schema = torch._C.parse_schema(text)
     except RuntimeError as e:
         why = next((line for line in str(e).splitlines() if line.strip()), "")
-        raise GraphirError(f"{text!r} is no schema: {why.strip()}", fix=_FIX_SCHEMA) from None
+        raise GraphirError(f"{text!r} is not a schema: {why.strip()}", fix=_FIX_SCHEMA) from None
     namespace, colons, name = schema.name.partition("::")
     if not colons:
         raise GraphirError(f"{text!r} names no namespace", fix=_FIX_SCHEMA)
@@ -165,7 +167,7 @@ def _existing(
     _check(found._schema, name)
     if torch.Tag.nondeterministic_seeded in found.tags and all(a.name != "generator" for a in found._schema.arguments):
         raise GraphirError(
-            f"{name} draws random numbers from no generator that it is given",
+            f"{name} draws random numbers, but not from a generator that it is given",
             fix="let it take 'Generator? generator=None', or the random numbers as an operand",
         )
     if _has_kernel(name, "CompositeImplicitAutograd") and is_composite(found):
@@ -183,7 +185,9 @@ def _existing(
         try:
             _implement(libraries[-1], name, kernel, fake)
         except RuntimeError as e:  # torch refuses to replace what is there
-            raise GraphirError(f"{name}: {str(e).partition(chr(10))[0]}", fix="leave out what it has") from None
+            raise GraphirError(
+                f"{name}: {str(e).partition(chr(10))[0]}", fix="leave out the kernels that the operator has"
+            ) from None
     return found
 
 
@@ -203,7 +207,7 @@ def _found(operator: object) -> OpOverload:
         if operator is None:
             raise GraphirError(
                 f"torch has no operator {namespace}::{rest}",
-                fix="define it first, with torch.library.custom_op, or give its schema: " + _FIX_SCHEMA,
+                fix="define the operator first, with torch.library.custom_op, or give its schema: " + _FIX_SCHEMA,
             )
     if isinstance(operator, OpOverloadPacket):
         variants = operator.overloads()
@@ -230,7 +234,7 @@ def _check(schema: Any, name: str) -> None:
         )
     if f"{namespace}.{rest if '.' in rest else f'{rest}.default'}" in registered_types():
         raise GraphirError(f"{name} is registered already", fix="register an operator once in a process")
-    fix = "programs hold tensors and lists of tensors, numbers, texts, and torch's constants"
+    fix = "programs hold tensors, lists of tensors, numbers, texts and torch's constants"
     for argument in schema.arguments:
         kind = str(argument.real_type)
         if ("Tensor" in kind and kind not in _TENSORS) or _REACHES.search(kind):
@@ -275,7 +279,7 @@ def _check_functions(schema: Any, name: str, kernel: Kernels | None, fake: Calla
                     f"{a.name}={a.default_value!r}" if a.has_default_value() else a.name for a in schema.arguments
                 )
                 raise GraphirError(
-                    f"the {what} of {name}: {e}", fix=f"let it take what the schema does: {names}"
+                    f"the {what} of {name}: {e}", fix=f"let the function take the arguments of the schema: {names}"
                 ) from None
 
 

@@ -42,7 +42,7 @@ def read_shares(given: object, replicas: int) -> tuple[int, ...]:
         return ()
     fix = "give each device a positive whole number, such as shares=[3, 1]: the ratio of their rows"
     if not isinstance(given, (tuple, list)):
-        raise GraphirError(f"{given!r:.40} is no list of shares", fix=fix)
+        raise GraphirError(f"{given!r:.40} is not a list of shares", fix=fix)
     for share in given:
         if type(share) is not int or not 0 < share <= LARGEST:
             raise GraphirError(f"a share cannot be {share!r:.40}", fix=fix)

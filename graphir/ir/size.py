@@ -198,7 +198,7 @@ def parse_size(text: str) -> Size:
     if not text:
         raise ParseError("an empty size", fix=_FIX)
     if len(text) > LONGEST_TEXT:
-        raise ParseError(f"{text[:20]}… is not the size of anything", fix=f"write at most {LONGEST_TEXT} characters")
+        raise ParseError(f"{text[:20]}… is not a possible size", fix=f"write at most {LONGEST_TEXT} characters")
     terms: list[tuple[Monomial, int]] = []
     position = 0
     while position < len(text):
@@ -211,9 +211,7 @@ def parse_size(text: str) -> Size:
             raise ParseError(f"{text!r} is not a size", fix=_FIX)
         number, dim, factors = match.groups()
         if number and len(number) > _MOST_DIGITS:
-            raise ParseError(
-                f"{text[:20]}… is not the size of anything", fix=f"numbers are of up to {_MOST_DIGITS} digits"
-            )
+            raise ParseError(f"{text[:20]}… is not a possible size", fix=f"numbers are of up to {_MOST_DIGITS} digits")
         monomial = tuple(sorted([dim, *factors.split("*")[1:]] if dim else factors.split("*")[1:]))
         if len(monomial) > HIGHEST_DEGREE:
             raise ParseError(f"{'*'.join(monomial)} is of degree {len(monomial)}", fix=f"at most {HIGHEST_DEGREE}")

@@ -59,7 +59,7 @@ class UserScattered(DataParallel):
     def _shares(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         if len(inputs) != 1 or kwargs or type(inputs[0]) not in (list, tuple):
             raise ReplicationTypeError(
-                "the argument is no list of shares, or not the only one",
+                "the argument is not a list of shares, or not the only one",
                 where="UserScattered.forward",
                 fix="call it with a list of what each replica's forward takes: model([share_0, share_1])",
             )

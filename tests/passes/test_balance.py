@@ -369,7 +369,7 @@ LINKLESS = graphir.Topology(
     ("options", "message"),
     [
         ({"limits": {}}, "limits names no device"),
-        ({"limits": {"gpu:0": "3 bananas"}}, "'3 bananas' is no number of bytes"),
+        ({"limits": {"gpu:0": "3 bananas"}}, "'3 bananas' is not a number of bytes"),
         ({"limits": {"tpu:0": 100}}, "tpu"),
         ({"limits": {"gpu:77": "1 GiB"}}, "limits names gpu:77, which topology 'h200x8' does not have"),
         ({"limits": {"gpu:0": 10**9, "gpu:1": 10**9}, "topology": LINKLESS}, "no link from gpu:1 to gpu:0"),

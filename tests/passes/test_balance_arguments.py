@@ -139,7 +139,7 @@ def test_the_command_line_takes_a_finite_number_of_seconds(program: Program, tmp
 def test_limits_that_are_no_bytes_are_refused_with_the_units(program: Program, given: Any) -> None:
     with pytest.raises(PassError) as refusal:
         balance(program, {"gpu:0": given})
-    assert refusal.value.what == f"balance: limits.gpu:0: {given!r} is no number of bytes"
+    assert refusal.value.what == f"balance: limits.gpu:0: {given!r} is not a number of bytes"
     assert refusal.value.fix == (
         "write a whole number from 1 up, or text such as '24 MiB' or '24 MB': "
         "KiB, MiB, GiB, TiB are powers of 1024, KB, MB, GB, TB of 1000"

@@ -335,7 +335,7 @@ REFUSED: list[tuple[Callable[[], Program], dict[str, Any], str]] = [
     (
         half,
         {"limits": {"gpu:0": "much"}},
-        "pipeline: limits.gpu:0: 'much' is no number of bytes\n  fix  write a whole number from 1 up",
+        "pipeline: limits.gpu:0: 'much' is not a number of bytes\n  fix  write a whole number from 1 up",
     ),
 ]
 

@@ -141,8 +141,8 @@ def test_shares_are_kept_by_the_passes_that_follow() -> None:
         ([3, 0], "shares: a share cannot be 0"),
         ([3, True], "shares: a share cannot be True"),
         ([0.75, 0.25], r"shares: a share cannot be 0\.75"),
-        ("31", "shares: '31' is no list of shares"),
-        (3, "shares: 3 is no list of shares"),
+        ("31", "shares: '31' is not a list of shares"),
+        (3, "shares: 3 is not a list of shares"),
         ([100, 1], r"shares=\[100, 1\] divides the 12 rows .* as \[12, 0\], and the last gets none\n  fix  capture"),
     ],
 )

@@ -88,7 +88,7 @@ def test_state_that_is_filled_counts_before_it_is():
 
 @pytest.mark.parametrize("given", [0, -1, 1.5, True, "all", (1,)])
 def test_what_is_no_limit_is_refused(given):
-    with pytest.raises(SessionError, match=r"memory_limit: .* is no number of bytes"):
+    with pytest.raises(SessionError, match=r"memory_limit: .* is not a number of bytes"):
         Session(forward_plan(HUGE, "x", output="z"), {}, memory_limit=given)
 
 

@@ -63,12 +63,12 @@ def _size(text: SizeText) -> Size:
     """A size of a blob. All its numbers must be possible sizes."""
     if isinstance(text, int):
         if not 0 <= text <= LARGEST:
-            raise GraphirError(f"{text} is not the size of anything", fix=_SIZES)
+            raise GraphirError(f"{text} is not a possible size", fix=_SIZES)
         return text
     size = parse_size(text)
     numbers = (size,) if isinstance(size, int) else [k for _, k in size.terms]
     if max(map(abs, numbers)) > LARGEST or (isinstance(size, int) and size < 0):
-        raise GraphirError(f"{text} is not the size of anything", fix=_SIZES)
+        raise GraphirError(f"{text} is not a possible size", fix=_SIZES)
     return size
 
 
@@ -97,7 +97,7 @@ def _arg(value: JsonValue) -> Arg:
             return Symbol(text)
         if kind == "float" and isinstance(text, str) and text in ("inf", "-inf", "nan"):
             return math.nan if text == "nan" else float(text)
-    raise GraphirError(f"{value} is not an argument", fix="an object is one size, one symbol or one float")
+    raise GraphirError(f"{value} is not an argument", fix="an object holds one size, one symbol or one float")
 
 
 def _placed(place: str, e: GraphirError) -> GraphirError:
@@ -112,7 +112,7 @@ def _blob(record: BlobRecord) -> Blob:
         raise GraphirError(f"{len(strides)} strides", fix="a blob has one stride for each dimension of its shape")
     elements = prod(size for size in shape or () if isinstance(size, int))
     if elements > LARGEST:
-        raise GraphirError(f"a shape of {elements} elements or more", fix=f"a blob has at most {LARGEST}")
+        raise GraphirError(f"a shape has {elements} elements or more", fix=f"a blob has at most {LARGEST}")
     return Blob(
         record.name,
         shape,
@@ -237,4 +237,4 @@ def _check(instruction: Instruction, ops: int) -> None:
     if not (0 <= op < ops if kind in ("run", "copy", "collective") else op == -1):
         raise GraphirError(f"{kind} of operator {op}", fix=f"the step has {ops} operators")
     if (instruction.event is not None) != (kind in ("record", "wait")):
-        raise GraphirError(f"{kind} with the wrong fields", fix="record and wait have an event, others none")
+        raise GraphirError(f"{kind} with the wrong fields", fix="only record and wait have an event")

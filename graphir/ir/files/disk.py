@@ -137,9 +137,9 @@ def _read(text: bytes, where: str) -> tuple[AnyFile, Net | Program | Plan]:
         header = Header.model_validate_json(text)
     except ValidationError as e:
         if text.startswith(_TEXTS):
-            fix = "graphir.parse(text) reads it; save() writes files"
+            fix = "read the text by graphir.parse(text); save() writes files"
             raise FileError("the file holds graphir's text, not its JSON", where=where, fix=fix) from None
-        raise damaged(e, where, "this is no file of graphir's, or it was cut short") from None
+        raise damaged(e, where, "this is not a file of graphir's, or the file was cut short") from None
     model = _FORMATS.get(header.format)
     if model is None:
         raise FileError(
@@ -157,7 +157,7 @@ def _read(text: bytes, where: str) -> tuple[AnyFile, Net | Program | Plan]:
         raise FileError(
             f"the file has version {header.version} of its format, this graphir reads versions {OLDEST} to {VERSION}",
             where=where,
-            fix="install a graphir that reads it, or write the file again with this one",
+            fix="install a graphir that reads this version, or write the file again with this graphir",
         )
     try:
         with collector_paused():
@@ -166,7 +166,7 @@ def _read(text: bytes, where: str) -> tuple[AnyFile, Net | Program | Plan]:
             if header.version < VERSION:
                 value = with_fields(value)
     except ValidationError as e:
-        raise damaged(e, where, "the file was damaged or edited; write it again") from None
+        raise damaged(e, where, "the file was damaged or edited; write the file again") from None
     except GraphirError as e:
         raise FileError(e.what, where=f"{where}, at {e.where}", fix=e.fix) from None
     return found, value
@@ -206,7 +206,7 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
             if stat.S_ISBLK(found.st_mode) or (stat.S_ISCHR(found.st_mode) and not file.isatty()):
-                raise FileError("the path is that of a device", where=str(path), fix="give the path of a file")
+                raise FileError("the path names a device", where=str(path), fix="give the path of a file")
             nbytes = found.st_size
             refuse_tensors(file.peek(_HEAD)[:_HEAD], str(path))
             text = read_stream(file, most) if nbytes <= most else b""
@@ -278,7 +278,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
     temporary = file.parent / f".{file.name}.{os.getpid()}.{os.urandom(4).hex()}"
     try:
         if file.exists() and not (file.is_file() or file.is_dir()):
-            raise FileError("the path is that of a device or a pipe", where=str(path), fix="give the path of a file")
+            raise FileError("the path names a device or a pipe", where=str(path), fix="give the path of a file")
         temporary.touch(exist_ok=False)
         mode = temporary.stat().st_mode
         yield temporary

@@ -157,7 +157,7 @@ def _notes(program: Program) -> Document:
         if value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
             return value
         raise GraphirError(
-            f"a note of program {program.name!r} holds {value!r}, which JSON cannot",
+            f"a note of program {program.name!r} holds {value!r}, which JSON cannot hold",
             fix="notes hold numbers, texts, booleans, None, lists, and mappings from texts to such values",
         )
 

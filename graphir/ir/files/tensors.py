@@ -108,7 +108,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         for name, record in expected.items():
             found = tuple(self._file.get_slice(name).get_shape())
             if found != record.shape:
-                what = f"tensor {name!r} is of shape {list(found)}, its program says {list(record.shape)}"
+                what = f"tensor {name!r} is of shape {list(found)}, but its program says {list(record.shape)}"
                 raise FileError(what, where=str(path), fix=_FIX)
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -116,10 +116,10 @@ class StoredTensors(Mapping[str, torch.Tensor]):
             record = self._expected[name]
             tensor: torch.Tensor = self._file.get_tensor(name)
             if _dtype(tensor) != record.dtype:
-                what = f"tensor {name!r} is of type {tensor.dtype}, its program says {record.dtype}"
+                what = f"tensor {name!r} is of type {tensor.dtype}, but its program says {record.dtype}"
                 raise FileError(what, where=str(self._path))
             if record.crc32 is not None and _checksum(tensor) != record.crc32:
-                what = f"tensor {name!r} is damaged: its bytes are not those that its program's checksum is of"
+                what = f"tensor {name!r} is damaged: its bytes do not match the checksum in the program"
                 raise FileError(what, where=str(self._path), fix=_FIX)
             strides = self._layouts.get(name)
             if strides is not None and len(strides) == tensor.dim():

@@ -108,7 +108,7 @@ def _check(
     fits = fits and (bag_size is None or bag_size.shape == (_bags(offsets, last),))
     fits = fits and (weights is None or weights.shape == indices.shape)
     given = ", ".join(typed(t) for t in (matrix, indices, offsets, bag_size, weights) if t is not None)
-    torch._check(fits, lambda: f"these are no bags of lookups: {given}")
+    torch._check(fits, lambda: f"the operands are not bags of lookups: {given}")
 
 
 def _record(type: str, schema: str, fake: Any, **known: Any) -> OperatorType:

@@ -35,7 +35,7 @@ def disagreement(func: OpOverload, example: Sequence[Any], nondeterministic: boo
             made = list(_tensors(func(*given)))
             again = list(_tensors(func(*[_each(value, Tensor.clone) for value in example])))
     except Exception as e:  # whatever its kernel raises
-        return Disagreement(f"fails on the example: {type(e).__name__}: {e}", "give operands that it takes")
+        return Disagreement(f"fails on the example: {type(e).__name__}: {e}", "give operands that the operator takes")
     return (
         _undeclared(func, example, given, made)
         or _other_than_fake(func, example, made)
@@ -77,13 +77,16 @@ def _other_than_fake(func: OpOverload, example: Sequence[Any], made: Sequence[Te
     except Exception as e:  # whatever its fake raises
         return Disagreement(f"has a fake that fails on the example: {type(e).__name__}: {e}", "mend the fake")
     if len(faked) != len(made):
-        return Disagreement(f"returns {len(made)} tensors, its fake {len(faked)}", "let the fake return as many")
+        return Disagreement(
+            f"returns {len(made)} tensors, but its fake returns {len(faked)}",
+            "let the fake return as many tensors as the kernel",
+        )
     for i, (real, fake) in enumerate(zip(made, faked, strict=True)):
         shown = [f"{t.dtype}{list(t.shape)} with strides {list(t.stride())}" for t in (real, fake)]
         if shown[0] != shown[1]:
             return Disagreement(
-                f"returns {shown[0]} as result {i}, its fake {shown[1]}",
-                "let the fake return tensors like the kernel's",
+                f"returns {shown[0]} as result {i}, but its fake returns {shown[1]}",
+                "let the fake return tensors like those of the kernel",
             )
     return None
 
@@ -92,7 +95,7 @@ def _unlike(made: Sequence[Tensor], again: Sequence[Tensor]) -> Disagreement | N
     if all(map(same_bits, made, again)):
         return None
     return Disagreement(
-        "gives other bits when it is called again", "say why: nondeterministic='adds in no fixed order'"
+        "gives different bits when it is called again", "say why: nondeterministic='adds in no fixed order'"
     )
 
 

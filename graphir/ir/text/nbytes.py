@@ -39,13 +39,13 @@ def nbytes_of(given: object) -> int:
     Units are Accelerate's: MiB is 1024 * 1024 bytes, MB is 1000 * 1000. A fraction of a byte is left out.
 
     Raises:
-        GraphirError: *given* is no number of bytes from 1 up. Units in bits (``Mb``, in Accelerate) are refused.
+        GraphirError: *given* is not a number of bytes from 1 up. Units in bits (``Mb``, in Accelerate) are refused.
     """
     if type(given) is int and given >= 1:
         return given
     found = _TEXT.fullmatch(given.strip()) if isinstance(given, str) else None
     if found is None:
-        raise GraphirError(f"{given!r} is no number of bytes", fix=_FIX)
+        raise GraphirError(f"{given!r} is not a number of bytes", fix=_FIX)
     unit = found[2]
     if unit.endswith("b") and unit.upper() in _DECIMAL:
         raise GraphirError(

@@ -335,7 +335,7 @@ def _plan(reader: Lines, line: Line) -> Plan:
 def _value_number(line: Line) -> str:
     line.expect("=", "write value BLOB = DIGITS")
     if not _VALUE_NUMBER.fullmatch(line.peek()):
-        raise line.error(f"{line.shown()} is no value number", "a value number has 16 hexadecimal digits")
+        raise line.error(f"{line.shown()} is not a value number", "a value number has 16 hexadecimal digits")
     return line.take()
 
 

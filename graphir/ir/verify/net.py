@@ -82,7 +82,7 @@ def verify(subject: Subject | Planned, *, dims: Dims | None = None, placed: bool
     try:
         problems = _problems(subject, dims or {}, placed)
     except RAW as e:
-        what = f"the {kind} is no {kind}: {type(e).__name__}: {e}"
+        what = f"the {kind} is not a valid {kind}: {type(e).__name__}: {e}"
         raise VerifyError(what, where=where, fix="build it of the types that its fields are declared with") from e
     raise_all(problems, where, passes=not isinstance(subject, Net) and bool(subject.history))
 
@@ -187,7 +187,7 @@ class _Walk:
 
     def bound(self, blob: Blob) -> Geometry | None:
         if blob.shape is not None and blob.dtype is not None and blob.dtype not in ITEMSIZE:
-            self.report(f"blob {blob.name!r} is of the unknown element type {blob.dtype!r}")
+            self.report(f"blob {blob.name!r} has the unknown element type {blob.dtype!r}")
             return None
         try:
             found = geometry(blob, self.dims)
@@ -218,7 +218,7 @@ class _Walk:
         inputs, outputs, device = op.inputs, op.outputs, op.device
         reads, makes = op.input_versions, op.output_versions
         if (reads is not None and len(reads) != len(inputs)) or (makes is not None and len(makes) != len(outputs)):
-            self.report("the operator has another number of versions than of operands", op)
+            self.report("the operator does not have one version for each operand", op)
             return
         try:
             read, made = [blobs[name] for name in inputs], [blobs[name] for name in outputs]
@@ -261,7 +261,7 @@ class _Walk:
             if value not in known:
                 self.report(f"{name} cannot be {value!r}, only {' or '.join(map(repr, known))}", op)
             elif value and issued_as(op) != "copy":
-                self.report(f"{op.type} is no Copy, and so cannot have {name}={value}", op)
+                self.report(f"{op.type} is not a Copy, so it cannot have {name}={value}", op)
 
     def undeclared(self, op: Operator) -> None:
         for name in dict.fromkeys((*op.inputs, *op.outputs, *([op.of] if op.of else []))):
@@ -362,7 +362,12 @@ class _Walk:
             if known.effects != op.effects:
                 self.report(f"the effects are {tuple(op.effects)} but its schema gives {tuple(known.effects)}", op)
             if known.effects.random != (op.seed is not None):
-                self.report("random, but without a seed id" if op.seed is None else "a seed id, but not random", op)
+                self.report(
+                    "the operator is random, but has no seed id"
+                    if op.seed is None
+                    else "the operator has a seed id, but is not random",
+                    op,
+                )
         if known.outputs is not None and not self.net.dialect.workspace:
             for name, wanted in zip(op.outputs, known.outputs, strict=True):
                 declared = self.geometries[name]

@@ -147,7 +147,7 @@ class _Issue:
     def event(self, instruction: Instruction) -> None:
         event = instruction.event
         if event is None:
-            self.report(f"a {instruction.kind} without an event", instruction)
+            self.report(f"a {instruction.kind} has no event", instruction)
         elif instruction.kind == "wait":
             if event not in self.recorded:
                 self.report("the event is waited for before it is recorded", instruction)

@@ -94,7 +94,7 @@ def _state(program: Program) -> Iterator[Problem]:
             yield Problem(f"{blob.role} {name!r} is on {first.device} in init but on {blob.device} in step")
         elif first != blob:
             differs = [f for f, a, b in zip(blob._fields, first, blob, strict=True) if a != b]
-            yield Problem(f"{blob.role} {name!r} has another {' and '.join(differs)} in init than in step")
+            yield Problem(f"{blob.role} {name!r} differs in {' and '.join(differs)} between init and step")
 
 
 def _loads(program: Program) -> Iterator[Problem]:

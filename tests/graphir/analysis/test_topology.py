@@ -60,7 +60,7 @@ def test_a_file_keeps_all(tmp_path):
         (lambda: Speed(**{**SPEED, "bytes_per_second": 0}), "no speed: Input should be greater than 0"),
         (lambda: Speed(**{**SPEED, "bytes_per_second": math.nan}), "no speed: Input should be"),
         (lambda: Speed(**{**SPEED, "bytes_per_second": math.inf}), "no speed: Input should be"),
-        (lambda: Speed(**{**SPEED, "memory": -1}), "no speed: -1 is no number of bytes"),
+        (lambda: Speed(**{**SPEED, "memory": -1}), "no speed: -1 is not a number of bytes"),
         (lambda: Speed(flops_per_second={"f32": -1}, bytes_per_second=1), "no speed: Input should be greater than 0"),
         (lambda: Speed(flops_per_second={"f64": 1}, bytes_per_second=1), "no speed: the figure of f32 is missing"),
         (

@@ -51,9 +51,9 @@ def test_an_output_without_a_pattern_is_the_one_item_of_a_list():
 @pytest.mark.parametrize(
     ("type", "results", "returned", "why"),
     [
-        ("aten.relu.default", "[tt]", torch.ones(2), "returns 1 tensors where 2 are named"),
-        ("aten.split.Tensor", "[tt]", ["a"], "returns 1 tensors where 2 are named"),
-        ("aten.native_layer_norm.default", "t", ("y", "mean", "rstd"), "returns 3 things where 1 are named"),
+        ("aten.relu.default", "[tt]", torch.ones(2), "returns 1 tensors, but 2 are named"),
+        ("aten.split.Tensor", "[tt]", ["a"], "returns 1 tensors, but 2 are named"),
+        ("aten.native_layer_norm.default", "t", ("y", "mean", "rstd"), "returns 3 results, but 1 are named"),
     ],
 )
 def test_other_results_are_refused(type, results, returned, why):

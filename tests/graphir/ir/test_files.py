@@ -183,7 +183,7 @@ def test_notes_come_back_and_decide_nothing(tmp_path):
 
 @pytest.mark.parametrize("note", [math.inf, math.nan, {1: 2}, (b"x",), {"a": (object(),)}, 1j])
 def test_notes_that_json_does_not_have_are_refused(note, tmp_path):
-    with pytest.raises(GraphirError, match=r"a note of program 'random1' holds .*, which JSON cannot") as caught:
+    with pytest.raises(GraphirError, match=r"a note of program 'random1' holds .*, which JSON cannot hold") as caught:
         nets.random_program(1).with_(notes={"mine": note}).save(tmp_path / "p.json")
     assert caught.value.fix == (
         "notes hold numbers, texts, booleans, None, lists, and mappings from texts to such values"
@@ -355,14 +355,14 @@ def test_a_state_file_of_another_program_is_refused(program_file):
 def test_a_state_file_with_other_shapes_is_refused(program_file):
     state = {n: t.clone() for n, t in nets.random_program(1).state.items()} | {"fc1.weight": torch.zeros(7)}
     save_file(state, program_file.with_name("program.json.safetensors"))
-    with pytest.raises(FileError, match=r"tensor 'fc1.weight' is of shape \[7\], its program says \["):
+    with pytest.raises(FileError, match=r"tensor 'fc1.weight' is of shape \[7\], but its program says \["):
         load(program_file)
 
 
 def test_a_state_file_with_other_types_is_refused(program_file):
     state = {n: t.to(torch.float16) for n, t in nets.random_program(1).state.items()}
     save_file(state, program_file.with_name("program.json.safetensors"))
-    with pytest.raises(FileError, match=r"is of type torch\.float16, its program says f32"):
+    with pytest.raises(FileError, match=r"is of type torch\.float16, but its program says f32"):
         load(program_file).state["fc1.weight"]
 
 
@@ -499,14 +499,14 @@ def test_a_file_cut_short_is_refused(net_file):
         (("net", "ops", 3, "of"), -1, "of blob -1, which is not in the table", "net.ops[3]"),
         (("net", "blobs", 2, "shape"), ["2*"], "'2*' is not a size", "net.blobs[2]"),
         (("net", "blobs", 2, "shape"), [1.5], "Input should be a valid integer", "net.blobs[2].shape[0].int"),
-        (("net", "blobs", 2, "shape"), [-1], "-1 is not the size of anything", "net.blobs[2]"),
-        (("net", "blobs", 2, "shape"), [2**48 + 1], f"{2**48 + 1} is not the size of anything", "net.blobs[2]"),
+        (("net", "blobs", 2, "shape"), [-1], "-1 is not a possible size", "net.blobs[2]"),
+        (("net", "blobs", 2, "shape"), [2**48 + 1], f"{2**48 + 1} is not a possible size", "net.blobs[2]"),
         (("net", "blobs", 2, "shape"), [f"{2**49}*batch"], f"{2**49}*batch is not the size", "net.blobs[2]"),
         (("net", "blobs", 2, "shape"), ["9" * 5000 + "*b"], "99999999999999999999… is not the size", "net.blobs[2]"),
         (("net", "blobs", 2, "shape"), [2**30, 2**30], f"a shape of {2**60} elements or more", "net.blobs[2]"),
         (("net", "blobs", 2, "strides"), [1, 2, 3, 4, 5], "5 strides", "net.blobs[2]"),
-        (("net", "blobs", 2, "strides"), [-1], "-1 is not the size of anything", "net.blobs[2]"),
-        (("net", "blobs", 2, "offset"), 2**60, f"{2**60} is not the size of anything", "net.blobs[2]"),
+        (("net", "blobs", 2, "strides"), [-1], "-1 is not a possible size", "net.blobs[2]"),
+        (("net", "blobs", 2, "offset"), 2**60, f"{2**60} is not a possible size", "net.blobs[2]"),
         (("net", "ops", 3, "args"), {"a": {"size": "9" * 5000 + "*b"}}, "9… is not the size", "net.ops[3]"),
         (("net", "blobs", 2, "dtype"), "f31", "'f31' is not an element type; did you mean 'f32'", "net.blobs[2]"),
         (("net", "blobs", 2, "name"), "x", "blob 'x' is declared twice", "net.blobs[2]"),
@@ -597,7 +597,7 @@ def test_large_files_are_refused_before_they_are_read(tmp_path):
 
 @pytest.mark.parametrize("device", ["/dev/zero", os.devnull])
 def test_devices_are_refused_before_they_are_read(device):
-    with pytest.raises(FileError, match="the path is that of a device") as caught:
+    with pytest.raises(FileError, match="the path names a device") as caught:
         load(device)
     assert caught.value.where == device
 
@@ -634,7 +634,7 @@ def test_a_pipe_or_a_device_is_not_replaced(tmp_path):
     os.mkfifo(pipe)
     (tmp_path / "link").symlink_to(pipe)
     for path in (pipe, tmp_path / "link"):
-        with pytest.raises(FileError, match="the path is that of a device or a pipe"):
+        with pytest.raises(FileError, match="the path names a device or a pipe"):
             tiny.program().save(path)
     assert pipe.is_fifo()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["link", "pipe"]

@@ -66,8 +66,8 @@ def test_shares_are_read_in_lowest_terms_and_equal_ones_are_none(given: object, 
         ([3, True], "a share cannot be True"),
         ([3, "1"], "a share cannot be '1'"),
         ([1, 10**30], "a share cannot be 1000000"),
-        ("31", "'31' is no list of shares"),
-        (3, "3 is no list of shares"),
+        ("31", "'31' is not a list of shares"),
+        (3, "3 is not a list of shares"),
     ],
 )
 def test_what_is_no_share_is_refused(given: object, message: str) -> None:

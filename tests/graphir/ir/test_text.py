@@ -396,7 +396,7 @@ def test_bad_text_is_refused(text, what, line):
         ("gpu:0.compute: fee x", "did you mean 'free'"),
         ("gpu:0.kompute: free x", "'gpu:0.kompute' is not a lane"),
         ("gpu:0.compute: wait x", "expected 'by', found the end of the line"),
-        ("value x = 12", "'12' is no value number"),
+        ("value x = 12", "'12' is not a value number"),
         ("value x 0123456789abcdef", "expected '=', found '0123456789abcdef'"),
         ("gpu:0.compute: run of x", "no operator makes 'x' so far"),
         ("gpu:0.compute: run of op 7", "there is no operator 7"),

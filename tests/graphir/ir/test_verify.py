@@ -83,7 +83,7 @@ BROKEN: dict[str, tuple[Program, str]] = {
     "5 skipped": (edited(TINY, SGD, output_versions=(1, 2)), "version 2 of blob 'm' is made where version 1 is due"),
     "5 count": (
         edited(TINY, SGD, output_versions=(1,)),
-        "the operator has another number of versions than of operands",
+        "the operator does not have one version for each operand",
     ),
     "6 order": (
         step(ops=(TINY.step.ops[1], TINY.step.ops[0], *TINY.step.ops[2:])),
@@ -116,8 +116,8 @@ BROKEN: dict[str, tuple[Program, str]] = {
         "net.gradients maps 'h' to 'z', but 'z' is not declared",
     ),
     "10 effects": (edited(TINY, 4, effects=PURE), "but its schema gives ((), ((0, 0),), False)"),
-    "10 no seed": (edited(TINY, MASK, seed=None), "random, but without a seed id"),
-    "10 seed": (edited(TINY, RELU, seed=3), "a seed id, but not random"),
+    "10 no seed": (edited(TINY, MASK, seed=None), "the operator is random, but has no seed id"),
+    "10 seed": (edited(TINY, RELU, seed=3), "the operator has a seed id, but is not random"),
     "11 type": (edited(TINY, RELU, type="aten.rleu.default"), "has no operator 'aten.rleu.default'"),
     "11 other type": (edited(TINY, RELU, type="os.system"), "neither torch nor graphir has an operator 'os.system'"),
     "11 own type": (
@@ -138,14 +138,14 @@ BROKEN: dict[str, tuple[Program, str]] = {
         "aten.clone.default takes a torch.memory_format as memory_format, not f32",
     ),
     "11 missing": (edited(TINY, MASK, args={}), "aten.bernoulli.p needs an argument 'p'"),
-    "11 inputs": (edited(TINY, RELU, inputs=("h", "x")), "aten.relu.default has 2 inputs where its signature takes"),
+    "11 inputs": (edited(TINY, RELU, inputs=("h", "x")), "aten.relu.default has 2 inputs, but its signature takes"),
     "11 inputs of mm": (
         edited(TINY, 0, inputs=("x", "w", "w")),
-        "aten.mm.default has 3 inputs where its signature takes 2 (self, mat2)",
+        "aten.mm.default has 3 inputs, but its signature takes 2 (self, mat2)",
     ),
     "11 pattern": (
         edited(TINY, 0, operands="ttt"),
-        "aten.mm.default has 2 inputs where its pattern 'ttt' takes 3",
+        "aten.mm.default has 2 inputs, but its pattern 'ttt' takes 3",
     ),
     "11 outputs": (edited(TINY, RELU, results="_"), "aten.relu.default makes 0 outputs but 1 are named"),
     "12 shape": (
@@ -154,15 +154,15 @@ BROKEN: dict[str, tuple[Program, str]] = {
     ),
     "12 negative": (
         reblobbed(TINY, "h", shape=(-1, 4)),
-        "blob 'h' is declared f32[-1,4], and nothing is of such a size",
+        "blob 'h' is declared f32[-1,4], which is not a possible size",
     ),
     "12 absurd": (
         reblobbed(TINY, "h", shape=(2**40, 2**40)),
-        f"blob 'h' is declared f32[{2**40},{2**40}], and nothing is of such a size",
+        f"blob 'h' is declared f32[{2**40},{2**40}], which is not a possible size",
     ),
-    "12 dims": (TINY.with_(dims={"batch": -6}), "blob 'x' is declared f32[-6,4], and nothing is of such a size"),
+    "12 dims": (TINY.with_(dims={"batch": -6}), "blob 'x' is declared f32[-6,4], which is not a possible size"),
     "12 rank": (reblobbed(TINY, "h", strides=(1,)), "blob 'h' has 1 strides for 2 dimensions"),
-    "12 unknown type": (reblobbed(TINY, "h", dtype="f31"), "blob 'h' is of the unknown element type 'f31'"),
+    "12 unknown type": (reblobbed(TINY, "h", dtype="f31"), "blob 'h' has the unknown element type 'f31'"),
     "12 no sizes": (reblobbed(TINY, "h", shape=("x",)), "blob 'h' has a geometry that cannot be read: "),
     "12 argument": (edited(TINY, 8, args={"size": (2**70, 4)}), "aten.expand.default"),
     "12 unhashable argument": (
@@ -187,7 +187,7 @@ BROKEN: dict[str, tuple[Program, str]] = {
         edited(two_participants(), SGD + 1, device=GPU1),
         "AllReduce is on gpu:1 but its first participant is on gpu:0",
     ),
-    "13 issue": (edited(TINY, RELU, issue="placed"), "aten.relu.default is no Copy, and so cannot have issue=placed"),
+    "13 issue": (edited(TINY, RELU, issue="placed"), "aten.relu.default is not a Copy, so it cannot have issue=placed"),
     "13 received": (edited(TINY, RELU, received="lost"), "received cannot be 'lost', only '' or 'fresh'"),
     "15 reduction": (TINY.with_(reduction="max"), "reduction cannot be 'max', only 'mean' or 'sum'"),
     "15 ahead": (
@@ -213,7 +213,7 @@ BROKEN: dict[str, tuple[Program, str]] = {
         "param 'w' is not made by init",
     ),
     "17 device": (reblobbed(TINY, "m", device=GPU1), "state 'm' is on gpu:0 in init but on gpu:1 in step"),
-    "17 geometry": (reblobbed(TINY, "m", shape=(4, 5)), "state 'm' has another shape in init than in step"),
+    "17 geometry": (reblobbed(TINY, "m", shape=(4, 5)), "state 'm' differs in shape between init and step"),
     "18 key": (
         TINY.with_(state={k: v for k, v in TINY.state.items() if k != "w"}),
         "program.state has no entry 'w'",

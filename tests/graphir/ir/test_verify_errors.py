@@ -125,7 +125,7 @@ def test_other_errors_beside_placement_make_it_a_verify_error() -> None:
 
 
 def test_what_only_looks_like_a_program_is_refused() -> None:
-    with pytest.raises(VerifyError, match=r"the program is no program: AttributeError: ") as e:
+    with pytest.raises(VerifyError, match=r"the program is not a valid program: AttributeError: ") as e:
         verify(TINY.with_(step=TINY.step.with_(ops=("relu",))))
     assert "  in   program 'tiny'\n  fix  " in str(e.value)
 

@@ -117,7 +117,7 @@ def test_the_function_and_its_steps_take_shares() -> None:
         ([0, 1], [3, -1], "shares: a share cannot be -1"),
         ([0, 1], [0.75, 0.25], r"shares: a share cannot be 0\.75"),
         ([0, 1], [True, 1], "shares: a share cannot be True"),
-        ([0, 1], 3, "shares: 3 is no list of shares"),
+        ([0, 1], 3, "shares: 3 is not a list of shares"),
     ],
 )
 def test_bad_shares_are_refused(devices: Any, shares: Any, message: str) -> None:

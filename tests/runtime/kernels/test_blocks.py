@@ -145,7 +145,7 @@ def test_bags_that_do_not_fit_are_no_call(name: str) -> None:
     assert fake is not None
     fake(*meta, **options)
     meta[at] = meta[at].view(5, 1)
-    with pytest.raises(RuntimeError, match="these are no bags of lookups"):
+    with pytest.raises(RuntimeError, match="the operands are not bags of lookups"):
         fake(*meta, **options)
 
 
