@@ -194,7 +194,7 @@ class StepEdits:
         stored = without_defaults(type, args)
         results = "".join("_" if name is None else "t" for name in names)
         wanted = [name for name in names if name is not None]
-        effects = effects_of(type, stored, pattern, len(flat), results, len(wanted))
+        effects = effects_of(type, stored, pattern, len(flat), results)
         overwritten = self._overwritten(anchor if instead else None, type, flat, effects.writes, len(wanted))
         plain = "_" not in results
         op = Operator(

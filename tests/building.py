@@ -205,7 +205,7 @@ class ProgramBuilder(Emitter):
     def bump(self, count: str, module: str) -> None:
         """``num_batches_tracked.add_(1)``."""
         args: dict[str, Arg] = {"other": 1}
-        effects = effects_of("aten.add_.Tensor", args, None, 1, None, 1)
+        effects = effects_of("aten.add_.Tensor", args, None, 1, None)
         device = self.blobs[count].device
         self.versions[count] = 1
         self.ops.append(

@@ -104,7 +104,7 @@ class Emitter:
         returned = self.run(type, operands, args)
         flat = _flat(returned[0])
         results = _result_pattern(returned[0])
-        effects = effects_of(type, args, pattern, len(inputs), results, len(flat))
+        effects = effects_of(type, args, pattern, len(inputs), results)
         overwritten = [inputs[source] for output, source in effects.writes if output >= len(flat)]
         wanted = [name] * len(flat) if isinstance(name, str) else list(name)
         viewed = dict(effects.views)

@@ -122,7 +122,7 @@ def alike(program: Program, position: int, k: int, *, shaped: bool = True) -> li
 
 def effects(op: Operator) -> Operator:
     """The operator with the effects that its type and arguments give; raises GraphirError where there is no such."""
-    return op._replace(effects=effects_of(op.type, op.args, op.operands, len(op.inputs), op.results, len(op.outputs)))
+    return op._replace(effects=effects_of(op.type, op.args, op.operands, len(op.inputs), op.results))
 
 
 def fitted(sizes: Sequence[int], dims: Sequence[Dims], names: Sequence[str]) -> Size:

@@ -48,6 +48,6 @@ def test_a_balance_leaves_nothing_that_only_the_collector_frees() -> None:
     for share in (0.8, 0.8, 0.3):  # the first one fills caches
         gc.collect()
         asked = Asked(program, {f"gpu:{device}": int(share * held) for device in range(2)}, H200)
-        assert (asked.step(10) < inf) == (share > 0.5)
+        assert (asked.step(1, options=("shift", "recompute")) < inf) == (share > 0.5)
         left.append(gc.collect())
     assert max(left[1:]) < 1_000
