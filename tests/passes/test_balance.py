@@ -250,11 +250,11 @@ def unlike(choice: Choice, other: Choice) -> bool:
     return len(choice.devices) != len(other.devices) or apart >= 0.1 * len(choice.devices)
 
 
-@pytest.mark.parametrize("share", [0.75, 0.9])
+@pytest.mark.parametrize(("make", "share"), [(models.resnet, 0.8), (layers, 0.9)])
 def test_where_plans_are_slower_than_their_groups_say_unlike_ones_are_planned(
-    share: float, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], models.Example], share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program, estimated, made = trained(models.gpt, layers=4), plans.estimated, plans.Plans.made
+    program, estimated, made = trained(make), plans.estimated, plans.Plans.made
     limits = limited(program, share)
     monkeypatch.setattr("graphir.passes.choice.balancing._MANY", 0)  # as of a large program
     tried: dict[float, list[Choice]] = {0.5: [], 2.0: []}
@@ -270,7 +270,7 @@ def test_where_plans_are_slower_than_their_groups_say_unlike_ones_are_planned(
 
         monkeypatch.setattr(plans, "estimated", slowed)
         monkeypatch.setattr(plans.Plans, "made", noted)
-        balance(program, limits, evaluations=125)
+        balance(program, limits, evaluations=500)
     more = [(choice, tried[2.0][:number]) for number, choice in enumerate(tried[2.0]) if choice not in tried[0.5]]
     alike = [len(choice.devices) for choice, before in more if not all(unlike(choice, other) for other in before)]
     assert more and len(alike) == len(set(alike))  # of each number of groups the plain one alone may be alike

@@ -80,7 +80,7 @@ def test_effects_follow_from_the_schema():
 
 SCHEMA = "graphir_refused::none(Tensor x) -> Tensor"
 REFUSED = {
-    "no schema": (("graphir_refused::none(Tensor x -> Tensor",), {"kernel": twice, "fake": like}, "is no schema"),
+    "no schema": (("graphir_refused::none(Tensor x -> Tensor",), {"kernel": twice, "fake": like}, "is not a schema"),
     "no namespace": (("none(Tensor x) -> Tensor",), {"kernel": twice, "fake": like}, "names no namespace"),
     "a reserved namespace": (("aten::mine(Tensor x) -> Tensor",), {"kernel": twice, "fake": like}, "namespace 'aten'"),
     "graphir's namespace": (

@@ -132,7 +132,7 @@ def test_what_only_looks_like_a_program_is_refused() -> None:
 
 def test_the_fix_names_who_can_have_broken_it() -> None:
     broken = edited(TINY, RELU, seed=3)
-    with pytest.raises(VerifyError, match=r"fix  no pass is to blame, but what built or edited it; a program"):
+    with pytest.raises(VerifyError, match=r"fix  no pass made this mistake, but the code that built or edited the program"):
         verify(broken)
     with pytest.raises(VerifyError, match=r"fix  no pass is to blame"):
         verify(broken.step)
