@@ -15,8 +15,8 @@ from .process import Setting, held
 
 __all__ = ["collector_paused"]
 
-_MANY: Final = 50_000
-"""New objects from which on the collector's next look is saved. Fewer take the look under 2 ms."""
+_MANY: Final = 10_000
+"""New objects from which on the collector's next look is saved. Fewer take the look under 1 ms."""
 
 
 def _switch(on: bool) -> None:

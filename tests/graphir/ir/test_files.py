@@ -508,7 +508,7 @@ def test_a_file_cut_short_is_refused(net_file):
             "99999999999999999999… is not a possible size",
             "net.blobs[2]",
         ),
-        (("net", "blobs", 2, "shape"), [2**30, 2**30], f"a shape of {2**60} elements or more", "net.blobs[2]"),
+        (("net", "blobs", 2, "shape"), [2**30, 2**30], f"a shape has {2**60} elements or more", "net.blobs[2]"),
         (("net", "blobs", 2, "strides"), [1, 2, 3, 4, 5], "5 strides", "net.blobs[2]"),
         (("net", "blobs", 2, "strides"), [-1], "-1 is not a possible size", "net.blobs[2]"),
         (("net", "blobs", 2, "offset"), 2**60, f"{2**60} is not a possible size", "net.blobs[2]"),
