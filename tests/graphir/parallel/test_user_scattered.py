@@ -88,7 +88,7 @@ def test_shares_without_rows_may_be_skipped() -> None:
 
 @pytest.mark.parametrize("given", [(torch.ones(2, 4),), ([torch.ones(2, 4)], 1), ()])
 def test_it_takes_a_list_of_shares(given: tuple[Any, ...]) -> None:
-    with pytest.raises(graphir.ReplicationError, match=r"no list of shares(.|\n)*fix  call it with a list"):
+    with pytest.raises(graphir.ReplicationError, match=r"not a list of shares(.|\n)*fix  call it with a list"):
         UserScattered(nn.Linear(4, 4), [0, 1], binding="cpu")(*given)
 
 
