@@ -89,7 +89,7 @@ REFUSED = {
         "not for operators of your own",
     ),
     "an operator of torch's": ((torch.ops.aten.relu.default,), {}, "namespace 'aten'"),
-    "several variants": ((torch.ops.aten.add,), {}, "has several variants: "),
+    "several variants": ((torch.ops.aten.add,), {}, "has several overloads: "),
     "no such operator": (("graphir_refused::nowhere",), {}, "torch has no operator graphir_refused::nowhere"),
     "no operator": ((7,), {}, "takes an operator or its schema, not a int"),
     "a function": ((twice,), {}, "takes an operator or its schema, not a function"),
