@@ -213,7 +213,8 @@ def _found(operator: object) -> OpOverload:
         variants = operator.overloads()
         if len(variants) > 1:
             raise GraphirError(
-                f"{operator} has several overloads: {', '.join(variants)}", fix=f"register one: {operator}.{variants[0]}"
+                f"{operator} has several overloads: {', '.join(variants)}",
+                fix=f"register one: {operator}.{variants[0]}",
             )
         operator = getattr(operator, variants[0])
     if not isinstance(operator, OpOverload):
