@@ -63,8 +63,8 @@ _ON_TOP: Final = 0.3
 
 _ENDS: Final = 1.5
 _ENDS_WANTING: Final = 1.3
-"""How many times the seconds of a search may be over when the last plan is made, and while none keeps within the
-limits. The first one is made all the same where none does."""
+"""How many times the seconds of a search may be over when the last plan is made, where a plan keeps within the limits
+and while none does: a refusal looks for limits that work behind that. The first plan is made all the same."""
 
 _BETWEEN: Final = 0.2
 """The part of the seconds so far that plans between rounds may have taken."""

@@ -53,8 +53,8 @@ _FASTER: Final = 1.03
 _FASTER_BY_ORDER: Final = 1.25
 _FRUITLESS: Final = 8
 """A plan that is reckoned to take more than so many times as long as the fastest so far is not judged, nor is any other
-of its kind after so many in a row that were no faster. What the order of micro-batches makes of a plan is not reckoned:
-where they flow, the first plan of each kind may be reckoned to take longer."""
+of its kind after so many in a row that were no faster. The reckoning leaves out the order of micro-batches: where these
+flow, the first plan of each kind may be reckoned to take longer."""
 
 _EARLY: Final = 2
 _BEFORE_HOSTED: Final = 8
@@ -277,7 +277,7 @@ class ByHand:
 
     def said_of(self, one: _Try) -> float:
         """The seconds that a plan is reckoned to take, times what judged plans of its kind took longer; where none was
-        judged, times what plans took longer that move modules as it does, and do nothing else."""
+        judged, times what plans took longer that move modules as this one does, and do nothing else."""
         return one.seconds * self.said.get(one.kind, self.said.get(one.kind[:1], 1.0))
 
     def faster(self, one: _Try) -> float:

@@ -1,12 +1,12 @@
-"""What a search finds, and what it finds with fewer options::
+"""A search with all options, and searches with fewer of them::
 
     options                 shift, park, recompute      N placements are looked at
     each of its beginnings  shift, park                 N placements are looked at
                             shift                       N placements are looked at
 
-A search that may do more looks at other placements, and may miss what a search that may do less finds in an equal
-number of looks. So where a number of placements is the budget, there is a search of its own for each beginning of the
-options, in their one order: one more option at the end of them never makes a step longer.
+A search with more options looks at other placements, and may miss a placement that a search with fewer options finds in
+an equal number of looks. So where a number of placements is the budget, there is a search of its own for each beginning
+of the options, in their one order: one more option at the end of them never makes a step longer.
 """
 
 from __future__ import annotations

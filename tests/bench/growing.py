@@ -1,5 +1,4 @@
-"""What more evaluations, larger limits and more options do to the steps of `passes.balance`, and how long a refusal
-takes."""
+"""Steps of `passes.balance` with more evaluations, larger limits and more options, and the seconds of a refusal."""
 
 from __future__ import annotations
 

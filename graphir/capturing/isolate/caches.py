@@ -30,8 +30,8 @@ _YOUNGEST: Final = 0
 _SURVIVORS: Final = 1
 _OLDEST: Final = 2
 """Generations of objects that the collector looks through for cycles, each with the younger ones. The collector rests
-during a capture, so that the youngest generation has all that the step made. What is alive at a first look is among the
-survivors at the next. The oldest generation has all objects of the process, and takes longest."""
+during a capture, so that the youngest generation has all that the step made. A first look puts live objects among the
+survivors. The oldest generation has all objects of the process, and takes longest."""
 _DEPTH: Final = 3
 """How deep containers are searched: a cache's own table, and a tuple of dicts that a function returns."""
 

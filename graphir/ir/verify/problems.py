@@ -23,7 +23,8 @@ _COPY: Final = "run inject_copies before emit"
 _DECLARE: Final = "declare what an operator makes on its device (Blob.on), or move it by shift_modules instead; then "
 _BLAME: Final = "verify before and after each pass or edit to see which one broke it"
 _ORIGIN: Final = (
-    "no pass made this mistake, but the code that built or edited the program; if capture alone made it, report a bug"
+    "no pass made this mistake, but the code that built or edited the program; if capture alone made the program, "
+    "report a bug"
 )
 
 
