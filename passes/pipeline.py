@@ -16,7 +16,7 @@ model on one device, unlike devices, and replicas side by side.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
@@ -44,7 +44,7 @@ from .plan_seconds import PlanSeconds
 from .standing import Order
 from .within_limits import Judge, Within, excess
 
-__all__ = ["PipelineSchedule", "Schedules", "pipeline"]
+__all__ = ["PipelineSchedule", "Schedules", "pipeline", "tried"]
 
 Schedules: TypeAlias = Literal["zero_bubble", "1f1b", "gpipe"]
 
@@ -94,11 +94,6 @@ class PipelineSchedule(Pass):
         if found is None:
             raise ordering.refusal(self.limits or {})
         return found
-
-    def tried(self, program: Program, place: Topology) -> Program | None:
-        """The same, without a warning; None where no order keeps within the limits: to say the least that one does
-        takes as long as to look for one."""
-        return self.ordering(program, place).found()
 
     def ordering(self, program: Program, place: Topology | None = None) -> _Ordering:
         """What finds the order."""
@@ -157,6 +152,30 @@ def pipeline(
     """
     options = {"schedule": schedule, "limits": limits, "in_flight": in_flight, "topology": topology}
     return build(PipelineSchedule, **options)(program)
+
+
+def tried(
+    program: Program, schedules: Iterable[PipelineSchedule], place: Topology
+) -> Iterator[tuple[PipelineSchedule, Program]]:
+    """The program in the order of one schedule after the other, without a warning, of those that have one: to say the
+    least limits that an order keeps takes as long as to look for an order. The program is read once.
+
+    Args:
+        program: with several micro-batches.
+        schedules: any number in flight.
+        place: the machine at hand, where a schedule has no topology.
+
+    Raises:
+        PassError: as :func:`pipeline`, but for limits.
+    """
+    ordering: _Ordering | None = None
+    for schedule in schedules:
+        if ordering is None:
+            schedule.require_order(program)
+            ordering = schedule.ordering(program, place)
+        ordering.options = schedule
+        if (found := ordering.found()) is not None:
+            yield schedule, found
 
 
 class _Ordering:

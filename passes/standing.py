@@ -155,9 +155,12 @@ def _is_shared(program: Program) -> bool:
 def _is_copied(program: Program) -> bool:
     """Whether copies bring values of a replica to others of its layers, and are not of what is parked."""
     net = program.step
+    copies = [op for op in net.ops if op.kind == "copy" and op.phase in ("forward", "backward")]
+    if not copies:
+        return False
     sources, parked, exchange = _sources(net), parked_storages(net), set(map(id, exchanged(net)))
-    for op in net.ops:
-        if op.kind == "copy" and op.phase in ("forward", "backward") and id(op) not in exchange:
+    for op in copies:
+        if id(op) not in exchange:
             name = op.inputs[0]
             while name in sources:
                 name = sources[name]

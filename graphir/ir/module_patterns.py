@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Final
 
 from ..errors import PassError
@@ -30,10 +31,11 @@ _INDEX: Final = re.compile(r"\.?(?P<index>\d+)(?=\.|$)")
 _NO_END: Final = 10**9
 
 
-def lineage(path: str) -> list[str]:
+@lru_cache(1 << 16)
+def lineage(path: str) -> tuple[str, ...]:
     """The modules that contain a module, the outermost first, and the module itself; nothing for the model."""
     parts = path.split(".") if path else []
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+    return tuple([".".join(parts[: i + 1]) for i in range(len(parts))])
 
 
 class ModulePattern:
@@ -97,7 +99,7 @@ class ModulePattern:
 
     def covers(self, path: str) -> bool:
         """Whether the pattern names the module *path*, or a module that contains it."""
-        return any(map(self.matches, ["", *lineage(path)]))
+        return any(map(self.matches, ("", *lineage(path))))
 
     def matches(self, path: str) -> bool:
         """Whether the pattern names the module *path* itself, not only a module that contains it."""

@@ -153,6 +153,8 @@ class ByHand:
             return  # nothing that is stored otherwise takes less time
         places = [(tuple(level), chain) for level in self.levels.cuts() for chain in chains]
         yield from self.plain_cuts(places)
+        if not self.plans.flows and any(heap and not heap[0].over for heap in self.tries.values()):
+            yield from self.in_order(1)
         if self.plans.excess(now.judged.peaks):
             yield from self.every_one(chains[0] if chains else Chain(tuple([(source,) for source in self.sources])))
             yield from self.stored_otherwise(places)

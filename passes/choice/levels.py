@@ -59,24 +59,25 @@ class Levels:
         step: its operators and storages.
         topology: how fast the devices are.
         whole: by module, which module it is in that is not taken apart.
-
-    Attributes:
-        parts: by path, what the module comes to.
     """
 
     def __init__(self, step: Step, topology: Topology, whole: Iterable[str] = ()) -> None:
         self.step, self.topology, self.whole = step, topology, frozenset(whole)
         self.paths = step.program.module_paths
-        self.touching = self.touched()
-        self.making: dict[str, list[str]] = defaultdict(list)
-        for storage in self.touching:
-            for path in lineage(step.net.ops[step.makers[step.number[storage]]].module):
-                self.making[path].append(storage)
         self.found: dict[Unit, list[str]] = {}
         self.again: dict[Unit, list[int]] = {}
-        self.parts = self.summed()
 
-    def touched(self) -> dict[str, frozenset[str]]:
+    @cached_property
+    def making(self) -> dict[str, list[str]]:
+        """By module, the storages that can be recomputed and that it makes."""
+        step, found = self.step, defaultdict[str, list[str]](list)
+        for storage in self.touching:
+            for path in lineage(step.net.ops[step.makers[step.number[storage]]].module):
+                found[path].append(storage)
+        return found
+
+    @cached_property
+    def touching(self) -> dict[str, frozenset[str]]:
         """By storage that can be recomputed, the modules that make and that read it in the forward."""
         step, ops, blobs = self.step, self.step.net.ops, self.step.net.blobs
         fine = step.spared & step.forward[step.made] & step.repeatable[step.made]
@@ -89,8 +90,9 @@ class Levels:
                         found[storage].add(op.module)
         return {name: frozenset(modules) for name, modules in found.items()}
 
-    def summed(self) -> dict[str, Part]:
-        """What each module comes to, with what is inside of it."""
+    @cached_property
+    def parts(self) -> dict[str, Part]:
+        """By path, what each module comes to, with what is inside of it."""
         step, net = self.step, self.step.net
         parts = micro_batches(net.blobs)
         state, updated, saved = (defaultdict[str, int](int) for _ in range(3))
@@ -214,15 +216,18 @@ class Levels:
         found: list[int] = self.step.late.tolist()
         return found
 
+    @cached_property
+    def saving(self) -> dict[str, list[int]]:
+        """By module, the numbers of the storages that it makes and the backward reads."""
+        step, found = self.step, defaultdict[str, list[int]](list)
+        for k in (step.spared & step.forward[step.made]).nonzero()[0].tolist():
+            for path in lineage(step.net.ops[step.makers[k]].module):
+                found[path].append(k)
+        return found
+
     def saved(self, unit: Unit) -> list[str]:
         """What the modules of a unit make and the backward reads."""
-        step, among = self.step, set(unit)
-        those = step.spared & step.forward[step.made]
-        return [
-            step.names[k]
-            for k in those.nonzero()[0].tolist()
-            if not among.isdisjoint(lineage(step.net.ops[step.makers[k]].module))
-        ]
+        return [self.step.names[k] for k in sorted({k for path in unit for k in self.saving[path]})]
 
     def storages(self, unit: Unit) -> list[str]:
         """What is recomputed of a unit: what its modules make and the forward of no other module reads; of a unit that

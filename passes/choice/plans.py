@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from math import inf
 from typing import Final, NamedTuple, get_args
@@ -22,7 +23,7 @@ from graphir.ir.program import Program
 from ..base import build
 from ..copies import InjectCopies
 from ..emit import instructed
-from ..pipeline import PipelineSchedule, Schedules
+from ..pipeline import PipelineSchedule, Schedules, tried
 from ..storage import ShareStorage
 from .groups import Grouped
 from .moves import placed
@@ -159,7 +160,7 @@ class Plans:
         copied = InjectCopies().recorded(program)
         limits = {str(device): limit for device, limit in self.limits.items() if device in set(copied.devices)}
         found = self.flowing(copied, build(PipelineSchedule, limits=limits, topology=self.named))
-        judged = self.sharing(*(found or (copied, str(InjectCopies()))), timed=timed)
+        judged = self.sharing(*next(found, (copied, str(InjectCopies()))), timed=timed)
         crosses = len(copied.devices) > len(self.program.devices)
         self.slowest[crosses] = max(self.slowest.get(crosses, 0.0), time.perf_counter() - begun)
         return judged
@@ -182,14 +183,12 @@ class Plans:
         """What a placed program comes to in the fastest order that keeps within the limits: the one that was *judged*,
         or a schedule's own. No more schedules are tried once it is *late*."""
         found = [judged]
-        copied = InjectCopies().recorded(program) if self.flows else program
-        for schedule in _OWN if self.flows else ():
-            if late():
-                break
-            if (
-                own := self.flowing(copied, build(PipelineSchedule, schedule=schedule, topology=self.named))
-            ) is not None:
+        if self.flows and not late():
+            orders = [build(PipelineSchedule, schedule=schedule, topology=self.named) for schedule in _OWN]
+            for own in self.flowing(InjectCopies().recorded(program), *orders):
                 found.append(self.sharing(*own, timed=False))
+                if late():
+                    break
         return min(found, key=lambda one: (self.excess(one.peaks), one.seconds))
 
     def over(self, peaks: Mapping[str, int]) -> dict[str, int]:
@@ -246,16 +245,11 @@ class Plans:
         ]
         return min(found, key=lambda estimate: estimate.seconds)
 
-    def flowing(self, copied: Program, order: PipelineSchedule) -> tuple[Program, str] | None:
-        """A program with its copies in an order of its micro-batches, and the passes so far; None where nothing flows,
-        or no such order keeps within the limits."""
+    def flowing(self, copied: Program, *orders: PipelineSchedule) -> Iterator[tuple[Program, str]]:
+        """A program with its copies in one order of its micro-batches after the other, and the passes so far; nothing
+        where nothing flows, and of each order that does not keep within its limits."""
         if not self.flows:
-            return None
-        try:
-            order.require_order(copied)
-            found = order.tried(copied, self.topology)
-        except PassError:
-            return None
-        if found is None:
-            return None
-        return found.with_(history=(*copied.history, str(order))), f"{InjectCopies()} | {order}"
+            return
+        with suppress(PassError):
+            for order, found in tried(copied, orders, self.topology):
+                yield found.with_(history=(*copied.history, str(order))), f"{InjectCopies()} | {order}"

@@ -28,7 +28,6 @@ from graphir.analysis.sources import held_inside, measured_of
 from graphir.analysis.topology import Topology
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import Device
-from graphir.ir.module_patterns import lineage
 from graphir.ir.names import base_name
 from graphir.ir.plan import issued_as
 from graphir.ir.program import Program
@@ -215,11 +214,13 @@ class Step:
     @cached_property
     def owners(self) -> dict[int, str]:
         """By storage of state, the module that owns it."""
-        paths = self.program.module_paths
-        return {
-            k: next((path for path in reversed(lineage(base_name(self.names[k]))) if path in paths), "")
-            for k in np.flatnonzero(self.is_state).tolist()
-        }
+        found, paths = dict[int, str](), self.program.module_paths
+        for k in np.flatnonzero(self.is_state).tolist():
+            path = base_name(self.names[k])
+            while path and path not in paths:
+                path = path.rpartition(".")[0]
+            found[k] = path
+        return found
 
     @cached_property
     def repeatable(self) -> Flags:
