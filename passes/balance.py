@@ -15,6 +15,7 @@ on with that in mind.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -110,11 +111,12 @@ class Balance(Pass):
             found = self.model_copy(update={"pin": pin}).balanced(there, profile, threads, remedy, place)
             return replace(found, pipeline=" | ".join(found.program.history[len(program.history) :]))
         with collector_paused(), blamed(program):
+            begun = time.perf_counter()
             asked = self.asked(program, profile, threads, place)._replace(known=like, only=bool(like))
             try:
                 return balanced(asked)
             except Refused as refused:
-                limits, works = nearest_limits(asked, refused)
+                limits, works = nearest_limits(asked, refused, begun)
                 of_free = self.limits == "auto"
                 raise refusal(asked, refused, limits, works=works, of_free=of_free, remedy=remedy) from None
             except GraphirError as e:  # a reduction lacks a link

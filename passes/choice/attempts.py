@@ -13,7 +13,7 @@ from .outcome import Outcomes
 from .problem import AGAIN, Choice, Problem
 from .search import Clock, Found, Search, pauses, search
 
-__all__ = ["Attempt", "Attempts", "Budget"]
+__all__ = ["EASED", "Attempt", "Attempts", "Budget"]
 
 _MOST: Final = 48
 """How many groups there are at most: as many as a search can take."""
@@ -32,7 +32,7 @@ _FIRST: Final = 0.6
 _WANTING: Final = 1.25
 """How many times the budget is spent while no plan keeps within the limits, at most."""
 
-_EASED: Final = 0.1
+EASED: Final = 0.1
 """The part of the budget for searches within larger limits."""
 
 _LEAST: Final = 0.25
@@ -212,7 +212,7 @@ class Attempts:
         """One of some searches within limits that are multiplied by a factor, which begins with a choice."""
         problem, (seconds, evaluations, seed) = attempt.problem, self.budget
         limits = tuple([None if limit is None else int(limit * factor) for limit in problem.limits])
-        outcomes, part = Outcomes(replace(problem, limits=limits)), _EASED / of
+        outcomes, part = Outcomes(replace(problem, limits=limits)), EASED / of
         looks = None if evaluations is None else max(round(evaluations * part), 1)
         found = search(outcomes, seconds * part, looks, seed + number, (near,))
         self.eases += found.evaluated

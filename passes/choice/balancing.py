@@ -424,7 +424,7 @@ class Balancing:
 
     def refused(self, attempt: Attempt, choice: Choice) -> Refused:
         """What is missing where the nearest placement is, and limits under which there is one."""
-        found = least(self.searches, attempt, choice)
+        found = least(self.searches, attempt, choice, late=self.is_late())
         nearest: list[tuple[Mapping[str, int], Program | None]] = []
         ample, placings = [], []
         problem = attempt.grouped.problem

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from math import sqrt
 from typing import Final, NamedTuple
 
-from .attempts import Attempt, Attempts
+from .attempts import EASED, Attempt, Attempts
 from .bound import lower_bound
 from .problem import Choice, Problem
 
@@ -41,7 +42,7 @@ def exceeded(problem: Problem, peaks: Sequence[int]) -> float:
     return max([1.0, *[peak / limit for peak, limit in pairs]])
 
 
-def least(searches: Attempts, attempt: Attempt, choice: Choice) -> Least:
+def least(searches: Attempts, attempt: Attempt, choice: Choice, *, late: bool) -> Least:
     """The least that limits can be multiplied by, between what a linear program proves and what a choice takes, by
     searches within limits between the two.
 
@@ -49,12 +50,13 @@ def least(searches: Attempts, attempt: Attempt, choice: Choice) -> Least:
         searches: whose budget these are a part of.
         attempt: that found nothing within the limits.
         choice: that exceeds them.
+        late: whether there is no time for these searches.
     """
     proven = lower_bound(attempt.grouped.problem).factor
     factor, low = exceeded(attempt.problem, attempt.outcomes(choice).peaks), proven
-    interrupted = False
+    interrupted, begun, budget = False, time.perf_counter(), searches.budget
     for number in range(_SEARCHES):
-        if factor <= low * _NEAR:
+        if late or factor <= low * _NEAR:
             break
         middle = sqrt(low * factor)
         found = searches.eased(attempt, middle, choice, number, _SEARCHES).found
@@ -64,4 +66,5 @@ def least(searches: Attempts, attempt: Attempt, choice: Choice) -> Least:
             break
         if factor > middle:
             low = middle
+        late = budget.evaluations is None and time.perf_counter() - begun > EASED * budget.seconds
     return Least(choice, factor, proven, interrupted)

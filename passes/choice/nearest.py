@@ -21,15 +21,27 @@ there is a placement within them, and a balance that begins anew has to find one
 that are known, limits so many times as large come next. No more are tried behind so large a part of the plans that were
 judged before."""
 
+_LATE: Final = 1.5
+"""How many times the seconds of the search a refusal may have taken so that limits are tried: in large programs, one
+plan takes as long as a search among few groups."""
 
-def nearest_limits(asked: Asked, refused: Refused) -> tuple[Mapping[str, int], bool]:
+
+def nearest_limits(asked: Asked, refused: Refused, since: float) -> tuple[Mapping[str, int], bool]:
     """Limits for a refusal to name, and whether a placement within them is found: those within which plans keep are
-    tried, the least first, and then larger ones."""
+    tried, the least first, and then larger ones.
+
+    Args:
+        asked: what was asked.
+        refused: why there is no placement.
+        since: when the balance began, as :func:`time.perf_counter` has it.
+    """
     begun, budget = time.perf_counter(), asked.budget
     shorter = budget._replace(seconds=_TRYING * budget.seconds)
     if budget.evaluations is not None:
         shorter = shorter._replace(evaluations=max(round(_TRYING * budget.evaluations), 1))
     limits: Mapping[str, int] = min(refused.nearest, key=refused.times)
+    if budget.evaluations is None and begun - since > _LATE * budget.seconds:
+        return limits, False
     emitted = 0
     for number in range(_TRIES):
         late = time.perf_counter() - begun > shorter.seconds if budget.evaluations is None else False

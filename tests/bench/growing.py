@@ -21,12 +21,12 @@ EVALUATIONS: Final = 125
 LONGER: Final = 1.005
 """The longest step, in steps of a balance that may do less."""
 
-
 REFUSALS: Final = 30
 SHARES: Final = (1.0, 0.75, 0.5, 0.35)
 SLOWER: Final = 1.5
+SEARCH: Final = 2.0
 """How many problems are asked within so many times their limits, and the seconds of a refusal, at most, in those of the
-slowest choice for the same problem."""
+slowest choice for the same problem, or of a search where that choice has needed none."""
 
 
 def rows() -> Iterator[str]:
@@ -70,7 +70,7 @@ def _refusals() -> Iterator[str]:
         choices = [seconds for seconds, fits in found if fits]
         refusals = [seconds for seconds, fits in found if not fits]
         chosen, refused = chosen + len(choices), refused + len(refusals)
-        ratios += [seconds / max(choices) for seconds in refusals] if choices else []
+        ratios += [seconds / max(*choices, SEARCH) for seconds in refusals] if choices else []
     longest = limited(f"{max(ratios):.2f}", at_most=SLOWER)
     yield f"| {REFUSALS} | {chosen} | {refused} | {median(ratios):.2f} | {longest} |"
 
