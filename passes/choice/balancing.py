@@ -50,7 +50,9 @@ _UNTIL_ONE_FITS: Final = 2.5
 _UNTIL_SOME_ARE_JUDGED: Final = 5
 _FEWEST_BY_HAND: Final = 4
 """The part of the budget for plans that a person would try: before the search, and before a refusal. How many times as
-many seconds while none keeps within the limits, and while only so few were judged."""
+many seconds while none keeps within the limits, and while only so few were judged, where no search comes next or it is
+one of micro-batches that flow, which groups do not see. Before another search, what few plans take to be made is not
+counted."""
 
 _LEAST_BY_HAND: Final = 12
 _PLAN: Final = 60
@@ -171,7 +173,7 @@ class Balancing:
         """Try plans of a person, in a share of the seconds, or in more of them while none of them fits; or as many as
         take as long as a share of the placements that were looked at, beside those with modules on the host. No more
         behind the *first* one that fits, if that is asked for."""
-        begun = time.perf_counter()
+        begun, spent = time.perf_counter(), self.plans.spent
         plan = (len(self.program.step.ops) + _PLAN) / _OPERATORS
         most = _LEAST_BY_HAND + round(self.searches.looked * share / plan)
 
@@ -180,11 +182,12 @@ class Balancing:
                 return True
             if self.asked.budget.evaluations is not None:
                 return len(self.hands.known) - len(self.hands.on_host) >= most
-            times = 1.0
-            if self.hands.best is None:
-                few = len(self.hands.known) < _FEWEST_BY_HAND
-                times = _UNTIL_SOME_ARE_JUDGED if few else _UNTIL_ONE_FITS
-            return time.perf_counter() - begun >= self.asked.budget.seconds * share * times
+            seconds, few = self.asked.budget.seconds * share, len(self.hands.known) < _FEWEST_BY_HAND
+            if self.hands.best is None and (self.parts > 1 or self.searches.ended):
+                seconds *= _UNTIL_SOME_ARE_JUDGED if few else _UNTIL_ONE_FITS
+            elif self.hands.best is None and few:
+                seconds += self.plans.spent - spent
+            return time.perf_counter() - begun >= seconds
 
         try:
             while not enough():

@@ -111,6 +111,7 @@ class Plans:
         emitted: how many plans were.
         now: the program as it is, as a choice, if that is known.
         slowest: seconds that one plan took to be made at most, by whether it has more devices than the program.
+        spent: seconds that all took.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class Plans:
         self.emitted = 0
         self.now: Emitted | None = None
         self.slowest: dict[bool, float] = {}
+        self.spent = 0.0
 
     @cached_property
     def as_it_is(self) -> Judged:
@@ -162,7 +164,9 @@ class Plans:
         found = self.flowing(copied, build(PipelineSchedule, limits=limits, topology=self.named))
         judged = self.sharing(*next(found, (copied, str(InjectCopies()))), timed=timed)
         crosses = len(copied.devices) > len(self.program.devices)
-        self.slowest[crosses] = max(self.slowest.get(crosses, 0.0), time.perf_counter() - begun)
+        took = time.perf_counter() - begun
+        self.slowest[crosses] = max(self.slowest.get(crosses, 0.0), took)
+        self.spent += took
         return judged
 
     @property
