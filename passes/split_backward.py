@@ -75,10 +75,8 @@ def split_backward(program: Program, sums: Literal["first", "spread"] = "first")
     require_program(program, _NAME)
     require_order(program, _NAME, _NEVER_BEHIND, {})
     _require_joint(program)
-    ops = program.step.ops
-    forward = [op for op in ops if op.phase == "forward"]
-    later = [op for op in ops if op.phase != "forward"]
     parts = _parts_of_interface(program)
+    forward, later = _halved(program, parts.fetches)
     crossing = _Crossing(program.step, forward)
     wanted = [p + slot.blob for slot in parts.of_inputs if slot.blob is not None for p in program.replicas]
     homes = _homes(program, sums)
@@ -169,6 +167,20 @@ def _require_joint(program: Program) -> None:
             f"program {program.name!r} has no backward that starts from its outputs' gradients",
             fix="capture the model with backward=True, and without a loss",
         )
+
+
+def _halved(program: Program, fetches: Sequence[Slot]) -> tuple[list[Operator], list[Operator]]:
+    """The operators of the forward, and all others. A copy that brings back what is parked may begin before the forward
+    ends; it belongs to the backward unless the forward reads what it brings."""
+    ops = program.step.ops
+    forward = [op for op in ops if op.phase == "forward"]
+    copied = {op.outputs[0] for op in forward if op.kind == "copy"}
+    read = {name for op in forward for name in op.inputs}
+    read.update([p + slot.blob for slot in fetches if slot.blob is not None for p in program.replicas])
+    back = {op.outputs for op in forward if op.kind == "copy" and op.inputs[0] in copied and op.outputs[0] not in read}
+    early = [op._replace(phase="backward") for op in forward if op.outputs in back]
+    later = [op for op in ops if op.phase != "forward"]
+    return [op for op in forward if op.outputs not in back], [*early, *later]
 
 
 class _Crossing:

@@ -146,6 +146,26 @@ def test_what_the_forward_overwrites_is_read_by_no_backward() -> None:
     assert lines[-1] == "  fix  read a copy in the forward (buffer.clone())"
 
 
+def test_what_is_parked_crosses_where_it_is_parked() -> None:
+    """Copies back that begin before the forward ends belong to the backward, and have the bits of what left."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.GELU())])
+    x, gradient = torch.randn(64, 16), torch.randn(64, 16)
+    captured = graphir.capture(model, inputs=(x,), backward=True)
+    parked = passes.inject_copies(passes.park(captured, "[8:12]", "cpu", ahead=6))
+    early = [op.outputs[0] for op in parked.step.ops if op.kind == "copy" and op.phase == "forward"]
+    halves = passes.split_backward(parked)
+    blobs = parked.step.blobs
+    assert any(not blobs[name].device.is_host for name in early)
+    assert all(blobs[name].device.is_host for name in halves.saved if name in early)
+    state = state_of(captured)
+    given = {"input": x, str(halves.backward.interface.feeds[0].blob): gradient}
+    plain = run(passes.split_backward(captured), state, given, "serial")
+    found = run(halves, state, given, "serial")
+    for gradients in captured.interface.gradients.values():
+        assert torch.equal(found[gradients], plain[gradients])
+
+
 @pytest.mark.parametrize("options", [{}, {"loss": lambda out: out.sum()}])
 def test_programs_without_such_a_backward_are_refused(options: dict[str, Any]) -> None:
     program = graphir.capture(net(), inputs=(torch.randn(6, 4),), **options)
