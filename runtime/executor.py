@@ -38,6 +38,7 @@ class Setting:
         deadline: after how many seconds without progress threads that wait for each other are stopped; None: never.
         lasting: whether the outputs are ordinary tensors, as autograd and callers hand them on; else they are those of
             inference mode, which costs a little less, and a session copies what it hands back.
+        consumed: the inputs that a step is handed in a list each, and takes out of the list where the plan frees them.
     """
 
     plan: Plan
@@ -47,6 +48,7 @@ class Setting:
     generators: Mapping[Device, torch.Generator]
     deadline: float | None = None
     lasting: bool = False
+    consumed: frozenset[str] = frozenset()
 
     def mode(self) -> AbstractContextManager[None]:
         """What operators run in."""

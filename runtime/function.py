@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from .proof.admission import admit
 
 __all__ = ["Function"]
 
+_DROPS: Final = ("serial", "threads", "cuda")
+"""The executors that drop inputs where the plan frees them."""
+
 
 class Function:
     """Runs a plan on tensors that it is handed, and hands back the external outputs, as they are.
@@ -37,6 +40,8 @@ class Function:
         state: the tensor of each parameter, buffer and constant of the plan's step, by the blob's full name, on the
             device to which the blob's is bound, laid out as the blob. They are kept, not copied.
         binding, executor, threads, deadline: as :class:`.session.Session` takes them.
+        consumed: inputs that a call takes out of the list which it is given, and drops where the plan frees them, so
+            that their memory is free then unless others hold it. The reference executor drops them at the end.
 
     Attributes:
         inputs: the blobs that a call is given, in order.
@@ -56,6 +61,7 @@ class Function:
         executor: ExecutorName = "auto",
         threads: int | None = None,
         deadline: float | None = 600.0,
+        consumed: Collection[str] = (),
     ) -> None:
         options = Options(executor, threads, None, deadline, "ordered", False, False, None)
         options.check()
@@ -70,11 +76,20 @@ class Function:
         self.inputs = tuple([name for name in step.external_inputs if step.blobs[name].role not in STATE_ROLES])
         self.outputs = step.external_outputs
         generators = {device: generator_on(place) for device, place in places.items()}
-        setting = Setting(
-            plan, {name: state[name] for name in held}, self.inputs, places, generators, deadline, lasting=True
-        )
         choice = choose(plan, executor, places, threads or torch.get_num_threads())
         self.executor = choice.executor
+        dropped = frozenset(consumed) if choice.executor in _DROPS else frozenset[str]()
+        self._consumed = [(i, name in dropped) for i, name in enumerate(self.inputs) if name in consumed]
+        setting = Setting(
+            plan,
+            {name: state[name] for name in held},
+            self.inputs,
+            places,
+            generators,
+            deadline,
+            lasting=True,
+            consumed=dropped,
+        )
         self._executor = options.make(setting, choice)
         self._running = threading.Lock()
         follow_forks()
@@ -85,7 +100,8 @@ class Function:
 
         Args:
             dims: the value of each dimension of the plan.
-            inputs: in the order of :attr:`inputs`, laid out as their blobs; they are not checked.
+            inputs: in the order of :attr:`inputs`, laid out as their blobs; they are not checked. Of inputs that are
+                consumed, a list has None afterwards.
             step: what the seeds of random operators are mixed of, beside the replica and the seed id.
 
         Returns:
@@ -101,8 +117,12 @@ class Function:
                 where=f"plan {self.plan.name!r}",
                 fix="make it in the process that runs it",
             )
+        given: list[Any] = [*inputs]
+        for i, boxed in self._consumed:
+            given[i] = [given[i]] if boxed else given[i]
+            inputs[i] = None  # type: ignore[index]
         with self._running:
-            return self._executor.run(dims, inputs, step)
+            return self._executor.run(dims, given, step)
 
     def close(self) -> None:
         """End its threads; they also end when nobody holds the function any more."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
@@ -279,6 +279,7 @@ def memory(
     threads: int | None = None,
     earlier: Iterable[Dims] = (),
     profile: Profile | Literal["cached"] | None = "cached",
+    consumed: Collection[str] = (),
 ) -> Memory:
     """Predict the bytes that a step holds on each device.
 
@@ -295,6 +296,8 @@ def memory(
             all its steps takes.
         profile: what :func:`graphir.profile` measured, which goes before what formulas say; by default what files have
             of this host, and where cards are seen of the one of each gpu's number. None: formulas alone.
+        consumed: inputs that nobody holds beside the step, which frees them behind their last use, as
+            :class:`graphir.runtime.Function` does.
 
     Raises:
         GraphirError: *subject* is neither, *frees* is something else, or does not go with a plan, *threads* is no
@@ -320,7 +323,7 @@ def memory(
         if isinstance(subject, Program) and frees == "operators":
             uses = _uses(subject, sizes, stays(subject), taken)
         else:
-            uses = _uses(subject, sizes, _with_inputs_kept(net, liveness(subject), positions), taken)
+            uses = _uses(subject, sizes, _with_inputs_kept(net, liveness(subject), positions, consumed), taken)
         totals = _total(net, uses)
         if isinstance(subject, Plan):
             uses = _received(subject, uses, [{**sizes, **other} for other in others], positions)
@@ -484,8 +487,10 @@ def check_dims(name: str, given: object, subject: Program | Plan) -> None:
             )
 
 
-def _with_inputs_kept(net: Net, lifetimes: Mapping[str, Lifetime], positions: int) -> Iterator[tuple[str, Lifetime]]:
-    given = {net.blobs[name].storage for name in net.external_inputs}
+def _with_inputs_kept(
+    net: Net, lifetimes: Mapping[str, Lifetime], positions: int, consumed: Collection[str]
+) -> Iterator[tuple[str, Lifetime]]:
+    given = {net.blobs[name].storage for name in net.external_inputs if name not in consumed}
     for storage, lifetime in lifetimes.items():
         yield storage, lifetime._replace(end=positions) if storage in given else lifetime
 

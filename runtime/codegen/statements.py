@@ -65,7 +65,8 @@ def generate(
         PlanError: an instruction reads what nobody made, or an operator does not fit its type.
     """
     values = Values(setting, thread, observed)
-    writers = [Writer(values.kept, observed) for _ in range(max(thread.values(), default=0) + 1)]
+    consumed = values.consumed.values()
+    writers = [Writer(values.kept, observed, consumed) for _ in range(max(thread.values(), default=0) + 1)]
     buffers = {} if buffers is None else buffers
     printers = [Statements(setting, writer, values, handover, i, buffers) for i, writer in enumerate(writers)]
     for position, instruction in enumerate(setting.plan.instructions):
@@ -221,6 +222,8 @@ class Statements:
         dropped = self.values.dropped(storage, self.thread)
         slots = [self.values.slots[v] for v in dropped if v in self.values.slots]
         statements = [f"{self.exchange()}[{slot}] = None" for slot in slots]
+        if storage in self.values.consumed:
+            statements.append(f"{self.writer.use(self.values.consumed[storage])} = None")
         return [*statements, f"del {', '.join(dropped)}"] if dropped else statements
 
     def exchange(self) -> str:

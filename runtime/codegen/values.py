@@ -25,6 +25,7 @@ class Values:
         kept: the tensors of the variables ``s0, s1, …``: state, and views of it.
         shared: the values that one thread makes and another one reads.
         uncalled: the views that need no call; where each instruction is observed, all are made.
+        consumed: by storage, the variable of the list in which an input is that the step drops.
     """
 
     def __init__(self, setting: Setting, thread: Mapping[str, int], observed: bool = False) -> None:
@@ -36,8 +37,11 @@ class Values:
         self.kept: list[Tensor] = []
         for name, tensor in setting.state.items():
             self.keep(name, 0, tensor)
+        self.consumed: dict[str, str] = {}
         for i, name in enumerate(setting.inputs):
             self.define(name, 0, f"i{i}", None)
+            if name in setting.consumed:
+                self.consumed[self.net.blob(name).storage] = f"i{i}"
         self.shared = self._shared(setting, thread)
         self.uncalled = Uncalled({}, ()) if observed else uncalled_views(setting.plan, thread, self.shared)
         self.slots: dict[str, int] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import CodeType, FunctionType
 from typing import Final, NamedTuple
 
@@ -62,8 +62,8 @@ class Writer:
         outputs: the variables of those external outputs that it returns, by number.
     """
 
-    def __init__(self, kept: Sequence[Tensor], observed: bool = False) -> None:
-        self.kept, self.observed = kept, observed
+    def __init__(self, kept: Sequence[Tensor], observed: bool = False, consumed: Collection[str] = ()) -> None:
+        self.kept, self.observed, self.consumed = kept, observed, frozenset(consumed)
         self.lines: list[str] = []
         self.instructions: list[int] = [-1]
         self.bound: dict[str, object] = {}
@@ -82,10 +82,12 @@ class Writer:
         self.outputs[output] = self.use(variable)
 
     def use(self, variable: str) -> str:
-        """A variable, made a parameter of the function where it is state or an input."""
+        """A variable, made a parameter of the function where it is state or an input; of an input that the step drops,
+        what is in its list."""
         if variable[0] == "i":
             self.inputs[variable] = None
-        elif variable[0] == "s" and variable not in self.bound:
+            return f"{variable}[0]" if variable in self.consumed else variable
+        if variable[0] == "s" and variable not in self.bound:
             self.bound[variable] = self.kept[int(variable[1:])]
         return variable
 

@@ -20,7 +20,7 @@ stream still writes or reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -99,8 +99,15 @@ class StreamWriter(Writer):
         beside: companions that the next line needs.
     """
 
-    def __init__(self, kept: Sequence[Tensor], plan: Plan, lanes: Lanes, observed: bool = False) -> None:
-        super().__init__(kept, observed)
+    def __init__(
+        self,
+        kept: Sequence[Tensor],
+        plan: Plan,
+        lanes: Lanes,
+        observed: bool = False,
+        consumed: Collection[str] = (),
+    ) -> None:
+        super().__init__(kept, observed, consumed)
         self.plan, self.lanes = plan, lanes
         self.beside: list[Stream] = []
         self.current: dict[torch.device, Stream] = {}
@@ -443,7 +450,7 @@ def generate_streams(
         observed: whether it takes the methods of a probe, see :func:`.codegen.statements.generate`.
     """
     values = Values(setting, dict.fromkeys(setting.plan.lanes, 0), observed)
-    writer = StreamWriter(values.kept, setting.plan, lanes, observed)
+    writer = StreamWriter(values.kept, setting.plan, lanes, observed, values.consumed.values())
     statements = StreamStatements(setting, writer, values, lanes, buffers, native)
     for position, instruction in enumerate(setting.plan.instructions):
         statements.add(position, instruction)

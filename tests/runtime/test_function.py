@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from allocations import measured_peak
 from torch import Tensor, nn
 
 import graphir
@@ -109,3 +110,35 @@ def test_it_is_neither_copied_nor_pickled() -> None:
             attempt(function)
     assert repr(function) == "<function of plan 'sequential': executor serial>"
     function.close()
+
+
+@pytest.mark.parametrize("executor", ["reference", "serial", "threads"])
+def test_consumed_inputs_are_taken_and_freed(executor: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.ReLU())])
+    x, gradient = torch.randn(256, 64), torch.randn(256, 64)
+    program = graphir.capture(model, inputs=(x,), backward=True)
+    halves = passes.split_backward(program)
+    state = lent(model, program)
+    forward = runtime.Function(passes.emit(halves.forward), state)
+    plan = passes.emit(halves.backward)
+    hidden = [name for name in halves.saved if name in forward.outputs and name != "11"]
+    backward = runtime.Function(plan, state, executor=executor, consumed=hidden)
+    whole = runtime.Function(plan, state, executor=executor)
+
+    def given() -> list[Tensor]:
+        values = {"input": x, **dict(zip(forward.outputs, forward(program.dims, [x]), strict=True))}
+        return [values.get(name, gradient) for name in backward.inputs]
+
+    expected, inputs = whole(program.dims, given()), given()
+    backward(program.dims, inputs)
+    taken = dict(zip(backward.inputs, inputs, strict=True))
+    assert [name for name, tensor in taken.items() if tensor is None] == hidden and taken["input"] is x
+    for ours, theirs in zip(backward(program.dims, given()), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    # The backward holds the most, beside what the caller has: two inputs.
+    found = graphir.memory(plan, profile=None, threads=1, consumed=hidden)
+    predicted = found.peak["gpu:0"] - found.state["gpu:0"] - x.nbytes - gradient.nbytes
+    most = measured_peak(lambda: backward(program.dims, given()))
+    assert most == predicted if executor != "reference" else most > predicted
+    assert measured_peak(lambda: whole(program.dims, given())) > predicted
