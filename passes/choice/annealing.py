@@ -167,13 +167,17 @@ class Line:
         Raises:
             Late: the time is spent.
         """
-        if time.perf_counter() >= self.clock.until:
-            raise Late
+        self.require_time()
         self.tries += 1
         found = self.rank(choice)
         if found < self.least:
             self.best, self.least, self.unhelpful = choice, found, 0
         return found[1]
+
+    def require_time(self) -> None:
+        """Raise Late where the time is spent."""
+        if time.perf_counter() >= self.clock.until:
+            raise Late
 
     def run(self, count: int) -> None:
         """Look at so many choices.
@@ -199,6 +203,7 @@ class Line:
         while (part := (self.tries - begun) / length) < 1:
             choice = self.changed(now)
             if choice == now:
+                self.require_time()
                 self.tries += 1  # or a search in which nothing can be changed would not end
                 continue
             new = self.tried(choice)

@@ -142,12 +142,13 @@ class Attempts:
             self.clock.round(most - self.looked, partial(self.round, starts=starts, regroups=regroups))
             self.looked, most = most, next(lengths)
             late = any(search.late for _, search in self.searches.values())
+            done = not any(group.is_open for grouped, _ in self.searches.values() for group in grouped.problem.groups)
             evaluations = self.budget.evaluations
-            self.ended = late or self.interrupted or (evaluations is not None and most > evaluations)
+            self.ended = late or done or self.interrupted or (evaluations is not None and most > evaluations)
             yield self.attempts()
             if self.interrupted:
                 return
-            if self.ended and self.wanting:
+            if self.ended and self.wanting and not done:
                 self.ended = not self.lengthened(most)
 
     def lengthened(self, most: int) -> bool:

@@ -42,7 +42,7 @@ def exceeded(problem: Problem, peaks: Sequence[int]) -> float:
     return max([1.0, *[peak / limit for peak, limit in pairs]])
 
 
-def least(searches: Attempts, attempt: Attempt, choice: Choice, *, late: bool) -> Least:
+def least(searches: Attempts, attempt: Attempt, choice: Choice, *, late: bool = False) -> Least:
     """The least that limits can be multiplied by, between what a linear program proves and what a choice takes, by
     searches within limits between the two.
 

@@ -65,6 +65,11 @@ class Group(NamedTuple):
     away: tuple[int, ...] = ()
 
     @property
+    def is_open(self) -> bool:
+        """Whether there is anything to choose of it."""
+        return len(self.devices) > 1 or len(self.stored) > 1 or bool(self.away)
+
+    @property
     def stays(self) -> int:
         """Bytes of state that are on the group's device whatever is chosen."""
         return self.state - self.updated if self.away else self.state

@@ -218,7 +218,6 @@ def _fewer(groups: Sequence[Group]) -> list[Sequence[Group]]:
     parked = [group._replace(stored=tuple([s for s in group.stored if s != AGAIN])) for group in home]
     found: list[Sequence[Group]] = []
     for some in (kept, parked, home):
-        moves = any(len(group.devices) > 1 or len(group.stored) > 1 for group in some)
-        if moves and some != list(groups) and some not in found:
+        if any(group.is_open for group in some) and some != list(groups) and some not in found:
             found.append(some)
     return found

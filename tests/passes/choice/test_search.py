@@ -7,10 +7,14 @@ from dataclasses import replace
 from itertools import islice, pairwise
 
 import pytest
+import torch
 from graphir.passes.choice.outcome import Outcome, Outcomes
 from graphir.passes.choice.problem import AGAIN, KEEP, Choice, Problem
 from graphir.passes.choice.search import Clock, Found, Search, pauses, search
 from instances import INSTANCES, Instance, instance
+
+import graphir
+from graphir import passes
 
 
 class Noted(Outcomes):
@@ -105,3 +109,10 @@ def test_what_devices_hold_more_counts_from_then_on() -> None:
     then = one.found()
     for limit, peak, more in zip(problem.limits, Outcomes(problem)(then.choice).peaks, spare, strict=True):
         assert then.outcome.over or limit is None or peak + more + 1 <= limit
+
+
+def test_where_nothing_can_be_chosen_a_balance_does_not_search() -> None:
+    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
+    program = graphir.capture(model, (torch.randn(4, 8),))
+    found = passes.balance(program, {"gpu:0": "1 MiB"}, options=["park"], topology="cpu", seconds=60)
+    assert not found.pipeline and found.evaluated < 1_000
