@@ -43,13 +43,13 @@ from .substitutes import Substitutes, with_operands
 from .trips import Clock, Stay, Trip, most_at_once, toll, two_at_a_time
 from .updates import Updates, updates_of
 
-__all__ = ["Park", "park"]
+__all__ = ["LATER", "Park", "park"]
 
 _Targets: TypeAlias = Callable[[Device], Device | None]
 """Where what is on a device is parked; None if it stays."""
 
-_LATER: Final = 2
-"""How many operators ahead copies back begin, as a warning advises."""
+LATER: Final = 2
+"""How many operators ahead copies back begin, as a warning advises, and where limits would not be kept otherwise."""
 
 
 @register
@@ -166,8 +166,8 @@ def _few_saved(short: Sequence[_AtHome], ahead: int | None) -> str:
     remedy = "the step reads them together, so leave them out"
     if updates and ahead is None:
         remedy = "one update reads most of them, and update_there=True runs it where they are parked"
-    elif ahead is None or ahead > _LATER:
-        remedy = f"ahead={_LATER} brings them back later"
+    elif ahead is None or ahead > LATER:
+        remedy = f"ahead={LATER} brings them back later"
     return (
         f"park saves {nbytes_text(parked - left)} of the {nbytes_text(parked)} that it parks of {home}{others}: "
         f"{nbytes_text(left)} are there at once; {remedy}"

@@ -85,9 +85,7 @@ def test_each_plan_keeps_within_the_limits(case: Case) -> None:
 
 def test_the_next_larger_batch_is_refused(case: Case) -> None:
     for row in case.found.rows:
-        options = {"as it is": (), "all": ("shift", "park", "recompute", "share_storage")}.get(
-            row.allowed, [row.allowed]
-        )
+        options = {"as it is": (), "all": OPTIONS}.get(row.allowed, [row.allowed])
         assert row.beyond.startswith(f"{row.batch + 1:,} rows: gpu:")
         with pytest.raises(PassError, match="no placement within the limits was found"):
             passes.balance(

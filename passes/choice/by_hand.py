@@ -346,8 +346,7 @@ class ByHand:
     def made(self, draft: Draft) -> Hand | None:
         """A draft as a plan."""
         try:
-            program = self.drafts.placed(draft)
-            judged = self.plans.as_it_is if program is self.plans.program else self.plans.judged(program, timed=False)
+            program, judged = self.plans.within(self.drafts.placed(draft), timed=False)
         except PassError:
             return None  # a pattern that the pass refuses, or what cannot be repeated
         return self.kept(Hand(draft, program, judged, says(draft)))

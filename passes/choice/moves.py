@@ -18,7 +18,7 @@ from graphir.ir.program import Program
 
 from ..activations import activation_names
 from ..base import build, parse_pipeline
-from ..park import Park
+from ..park import LATER, Park
 from ..recompute import Recompute
 from ..saved import unsaved, uses_of
 from ..shift import ShiftActivations
@@ -27,7 +27,7 @@ from .groups import Grouped
 from .naming import patterns, states_named, storages_named
 from .problem import AGAIN, Choice
 
-__all__ = ["ParkedQuietly", "placed", "repeated"]
+__all__ = ["ParkedQuietly", "back_late", "placed", "repeated"]
 
 
 _SMALL: Final = 0.002
@@ -49,6 +49,24 @@ def repeated(program: Program, pipeline: str) -> Program:
     for one in parse_pipeline(pipeline):
         program = (build(ParkedQuietly, **dict(one)) if type(one) is Park else one).recorded(program)
     return program
+
+
+def back_late(program: Program, placed: Program) -> Program | None:
+    """A placed program with what is parked back as late as it may be, which holds the least and makes a device wait;
+    None where nothing is parked.
+
+    Args:
+        program: before it was placed.
+        placed: its history has the passes that placed it.
+    """
+    made = parse_pipeline(" | ".join(placed.history[len(program.history) :]))
+    if not any(isinstance(one, Park) and one.ahead is None for one in made):
+        return None
+    found = program
+    for one in made:
+        late = isinstance(one, Park) and one.ahead is None
+        found = (build(ParkedQuietly, **{**dict(one), "ahead": LATER}) if late else one).recorded(found)
+    return found
 
 
 def placed(program: Program, grouped: Grouped, choice: Choice) -> Program:

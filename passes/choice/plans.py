@@ -26,7 +26,7 @@ from ..emit import instructed
 from ..pipeline import PipelineSchedule, Schedules, tried
 from ..storage import ShareStorage
 from .groups import Grouped
-from .moves import placed
+from .moves import back_late, placed
 from .problem import Choice
 
 __all__ = ["Emitted", "Judged", "Plans"]
@@ -151,9 +151,18 @@ class Plans:
 
     def made(self, grouped: Grouped, choice: Choice) -> Emitted:
         """The same, anew."""
-        program = placed(self.program, grouped, choice)
-        judged = self.as_it_is if program is self.program else self.judged(program)
+        program, judged = self.within(placed(self.program, grouped, choice))
         return Emitted(choice, program, *judged[:4])
+
+    def within(self, program: Program, *, timed: bool = True) -> tuple[Program, Judged]:
+        """A placed program and what it comes to; where its plan would exceed the limits, with what is parked back late,
+        if that holds less beyond them. What exceeds them all the same is *timed* where that is asked for."""
+        judged = self.as_it_is if program is self.program else self.judged(program, timed=timed)
+        if (excess := self.excess(judged.peaks)) and (late := back_late(self.program, program)) is not None:
+            other = self.judged(late, timed=timed)
+            if self.excess(other.peaks) < excess:
+                return late, other
+        return program, judged
 
     def judged(self, program: Program, *, timed: bool = True) -> Judged:
         """What a placed program comes to: with shared storage where its plan would exceed the limits. What exceeds them

@@ -67,6 +67,18 @@ def test_what_a_recompute_keeps_is_found_and_no_slower(
     assert found.after <= 1.0001 * seconds(hand)
 
 
+def test_what_is_parked_and_back_late_is_found() -> None:
+    """By default copies back begin early enough to be there in time, which saves nothing where layers are short."""
+    layers = [layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.GELU())]
+    program = graphir.capture(nn.Sequential(*layers), (torch.empty(512, 64),), backward=True)
+    late = by_hand.held(passes.park(program, "[0:8]", "cpu", ahead=2))["gpu:0"]
+    assert late < 0.9 * by_hand.held(program)["gpu:0"] <= by_hand.held(passes.park(program, "[0:8]", "cpu"))["gpu:0"]
+    found = passes.balance(program, {"gpu:0": late}, topology=H200, options=["park"], evaluations=20)
+    plan = passes.emit(passes.Pipeline(found.then)(found.program))
+    assert graphir.memory(plan, profile=None, threads=1).peak["gpu:0"] <= late and "ahead=2" in found.pipeline
+    assert graphir.certify(program, plan.program).holds
+
+
 def test_no_placement_of_a_few_modules_is_faster() -> None:
     rng = Random(8)
     program = by_hand.units(rng, 3)
