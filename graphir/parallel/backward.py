@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,17 +17,16 @@ from graphir.runtime import Function
 from graphir.runtime.interface.structure import read_structure
 from graphir.runtime.machine.places import Binding
 
-from ..capturing.isolate.modes import Modes
 from ..capturing.seeded import seeded
 from ..errors import CaptureError
 from ..facade.plan_cache import ModuleGuard
 from ..ir.blob import bound_layout
 from ..ir.size import Dims
 from ..replication import HOOKS
+from .again import Earlier, is_plain, requiring_gradients
 from .apply import apply_replicas
 from .calls import ReplicatedCall
 from .containers import Containers
-from .errors import ReplicationRuntimeError
 from .lent_state import LentState
 from .replicas import replicate
 
@@ -112,7 +111,6 @@ class BackwardPlan:
         self._containers = containers
         self._random = any(op.seed is not None for half in halves[:2] for op in half.step.ops)
         self._targets = targets
-        self._modes, self._guard, self._overwritten = Modes(module), guard, state.overwritten
         self._function = Function(emit(backward), state.tensors, binding)
         outputs, inputs = ({name: i for i, name in enumerate(names)} for names in given)
         self._made = [outputs[name] for name in halves.saved if name in outputs]
@@ -146,7 +144,7 @@ class BackwardPlan:
         read = {name.removeprefix(first) for name in backward.step.external_inputs}
         kept = {name: t for name, t in entries.items() if first + name not in state.written and not t.is_inference()}
         self._checked = [t for name, t in kept.items() if name in read]
-        self._kept = list(kept.values())
+        self._earlier = Earlier(module, guard, state.overwritten, list(kept.values()), "the replicas")
         self._cuts: dict[tuple[int, ...], list[list[_Cut]]] = {}
 
     def expect_of(self, needing: Sequence[int]) -> None:
@@ -163,7 +161,7 @@ class BackwardPlan:
             ]
         made, shares = [ran.outputs[i] for i in self._made], [ran.shares[i] for i in self._shares]
         ctx.save_for_backward(*made, *shares, *self._checked)
-        ctx.ran = ran._replace(outputs=(), parts=(), gathered=[], versions=[tensor._version for tensor in self._kept])
+        ctx.ran = ran._replace(outputs=(), parts=(), gathered=[], versions=self._earlier.versions())
 
     def _cut(self, slot: str, parts: Sequence[Tensor], dims: Dims) -> list[_Cut]:
         """How an output's gradient is cut for replicas that returned these *parts* of it."""
@@ -179,7 +177,7 @@ class BackwardPlan:
         """The gradients of :attr:`params` and of the call's tensors."""
         given = [grads[i] for i in self._expected]
         came = [i for i, grad in enumerate(grads) if grad is not None]
-        planned = came == self._expected and not torch.is_grad_enabled() and all(map(_is_plain, given))
+        planned = came == self._expected and not torch.is_grad_enabled() and all(map(is_plain, given))
         self._told(tuple([self._leaves[i] for i in came]), not planned)
         return self._planned(ran, saved, given) if planned else self._eagerly(ran, came, grads)
 
@@ -201,8 +199,8 @@ class BackwardPlan:
         """The same by replicas that run once more, so that their gradients have gradients."""
         create = torch.is_grad_enabled()
         wanted, given = [*self.params, *ran.call.tensors], [grads[i] for i in came]
-        with _requiring_gradients(wanted):
-            with torch.enable_grad(), self._as_it_was(ran):
+        with requiring_gradients(wanted):
+            with torch.enable_grad(), self._earlier.again(ran.versions, ran.before):
                 found = self._outputs_again(ran)
                 parts = [[tensors[i] for tensors in found] for i in came]
                 outputs = [torch.cat(part, self._dim) if part[0].dim() else torch.stack(part) for part in parts]
@@ -213,30 +211,6 @@ class BackwardPlan:
             torch.zeros_like(tensor) if gradient is None and i < len(self.params) else gradient
             for i, (tensor, gradient) in enumerate(zip(wanted, made, strict=True))
         ]
-
-    @contextlib.contextmanager
-    def _as_it_was(self, ran: Ran) -> Iterator[None]:
-        """Give the module the modes and buffers that it had in the call.
-
-        Raises:
-            ReplicationRuntimeError: something else of it is not what it was, and replicas would not run as they ran.
-        """
-        buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
-        with self._modes.held():
-            if [tensor._version for tensor in self._kept] != ran.versions:
-                raise _changed(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    "a parameter or buffer that a replica reads when it runs once more"
-                )
-            if not self._guard.holds():
-                raise _changed("the module's attributes, parameters or buffers are other ones than in the forward")
-            try:
-                for tensor, value in zip(self._overwritten, ran.before, strict=True):
-                    tensor.data.copy_(value)
-                yield
-            finally:
-                for buffer, before in buffers:
-                    buffer.data.copy_(before)  # which no version counts: the graph may have kept the buffer
 
     def _outputs_again(self, ran: Ran) -> list[list[Tensor]]:
         """What replicas return that run once more as they ran: by replica, the tensors."""
@@ -256,36 +230,6 @@ class BackwardPlan:
         returned = apply_replicas(calls, shares, [{}] * len(shares), range(len(shares)), places)
         leaves = map(pytree.tree_leaves, map(self._containers.opened, returned))
         return [[leaf for leaf in found if isinstance(leaf, Tensor)] for found in leaves]
-
-
-@contextlib.contextmanager
-def _requiring_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Let tensors require a gradient that did in the forward and were frozen since, as autograd's graph of it does."""
-    frozen = [tensor for tensor in tensors if not tensor.requires_grad]
-    try:
-        for tensor in frozen:
-            tensor.requires_grad_()
-        yield
-    finally:
-        for tensor in frozen:
-            tensor.requires_grad_(False)
-
-
-def _changed(what: str) -> ReplicationRuntimeError:
-    return ReplicationRuntimeError(
-        what,
-        where="a backward that runs the replicas once more: for gradients of gradients, or of some outputs only",
-        fix="change the module after the backward",
-    )
-
-
-def _is_plain(grad: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether a plan can be given it: no batch of gradients, as ``is_grads_batched`` makes them."""
-    batched = torch._C._functorch.is_legacy_batchedtensor
-    return type(grad) is Tensor and grad.layout == torch.strided and not (batched(grad) or _is_wrapped(grad))
-
-
-_is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def _share(grad: Tensor, dim: int, cut: _Cut) -> Tensor:

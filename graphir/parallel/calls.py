@@ -13,18 +13,15 @@ from torch.utils import _pytree as pytree
 from graphir.runtime.machine.surroundings import FORKS
 
 from ..capturing.isolate.global_state import SETTINGS
+from ..facade.plan_cache.captures import Unfit
 from ..ir.shares import divided
 from ..ir.tensor import PLAIN
 
-__all__ = ["ReplicatedCall", "TooFewRows", "Unfit", "read_call"]
+__all__ = ["ReplicatedCall", "TooFewRows", "read_call", "watched"]
 
 
 _MAPPED: Final = (tuple, list, dict, OrderedDict, namedtuple)
 """Containers of which scatter splits what is in them, by pytree's types. It knows others, and users register some."""
-
-
-class Unfit(Exception):
-    """Why no plan can stand for a call."""
 
 
 class TooFewRows(Exception):
@@ -105,7 +102,7 @@ def read_call(
         Unfit: no plan can stand for such a call.
         TooFewRows: eager replicas take it, and fewer of them than there are.
     """
-    if why := _surroundings():
+    if why := watched():
         raise Unfit(why)
     if dim < 0:
         raise Unfit(f"dim is {dim}, counted from the last dimension")
@@ -153,7 +150,7 @@ def _not_mapped(spec: pytree.TreeSpec) -> str:
     return next(filter(None, map(_not_mapped, spec.children())), "")
 
 
-def _surroundings() -> str:
+def watched() -> str:
     """What watches the call's operators, each of which an eager replica would show it; empty where nothing does."""
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return "a mode of torch watches the operators"

@@ -29,8 +29,9 @@ from graphir.runtime.machine.surroundings import follow_forks
 
 from ..errors import CoverageError, EagerWarning, GraphirError, RecaptureWarning, RunError, SessionError, warn
 from ..facade.plan_cache import ModuleGuard, PlanCache, told
+from ..facade.plan_cache.captures import Captures, Unfit
 from ..replication import OWN_CALLBACK
-from .calls import ReplicatedCall, TooFewRows, Unfit, read_call
+from .calls import ReplicatedCall, TooFewRows, read_call
 from .devices import places_of_ids
 from .plans import Plans, Replicas
 
@@ -38,12 +39,6 @@ __all__ = ["CompiledReplicas", "lock_of"]
 
 _MOST_KINDS: Final = 8
 """How many kinds of calls have plans; those not used for longest make room."""
-
-_CAPTURES: Final = 8
-"""How many captures are made before plans have run any call."""
-
-_CALLS: Final = 64
-"""How many calls plans run for each capture after these: it takes about as long as they save."""
 
 _TWICE: Final = 4
 """How many backwards of one kind, one after the other, may run the replicas once more."""
@@ -103,7 +98,7 @@ class CompiledReplicas:
         module, allowed = self._replicas.module, self._replicas.allow_changes
         self._cache: PlanCache[_Kind] = PlanCache({"": module}, _MOST_KINDS, allowed, in_place=True)
         self._told: set[str] = set()
-        self._captures = _Captures()
+        self._captures = Captures()
         self._lock = lock_of(module)
         follow_forks()
 
@@ -189,21 +184,6 @@ class CompiledReplicas:
         return type(self._replicas.module).__name__
 
 
-class _Captures:
-    """How many captures were made, and how many calls plans have run: those pay for these.
-
-    A capture takes as long as many calls. Where most calls need another one, eager replicas are faster.
-    """
-
-    def __init__(self) -> None:
-        self.made = self.calls = 0
-
-    def require(self, why: str) -> None:
-        """Raise Unfit, which says *why* a capture is needed, where it is not paid for."""
-        if self.made >= _CAPTURES + self.calls // _CALLS:
-            raise Unfit(why)
-
-
 class _Kind:
     """Calls of one kind of a module, and their plans.
 
@@ -218,7 +198,7 @@ class _Kind:
         needing: those that need one, once that is known.
     """
 
-    def __init__(self, replicas: Replicas, captures: _Captures, cache: PlanCache[_Kind]) -> None:
+    def __init__(self, replicas: Replicas, captures: Captures, cache: PlanCache[_Kind]) -> None:
         self.found: dict[tuple[int, ...] | None, Plans | str] = {}
         self.wanted: tuple[int, ...] | None = None
         self.needing: tuple[int, ...] | None = None

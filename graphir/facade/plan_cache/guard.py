@@ -52,6 +52,9 @@ class ModuleGuard:
         self._dense = list(filter(is_dense, self._tensors))
         self._aliases = [tensor.detach() for tensor in self._dense]
         self._requires_grad = list(map(_NEEDS_GRADIENT, self._tensors))
+        root = vars(self._roots[""])
+        own = {id(table) for table in root.values() if isinstance(table, dict)}
+        self._inner_hooks = [table for table in inventory.hooks if id(table) not in own]
 
     def _compared(self) -> tuple[list[Any], list[Any]]:
         """What is compared by identity now, and the names of entries of dicts."""
@@ -126,6 +129,10 @@ class ModuleGuard:
         own = self._inventory.own
         pairs = zip(self._dense, self._aliases, strict=True)
         return {id(tensor): alias for tensor, alias in pairs if id(tensor) in own}
+
+    def hooks_inside(self) -> list[Any]:
+        """The hooks of the modules inside of the module, and what says how to call them, where plans run in place."""
+        return [hook for table in self._inner_hooks if table for hook in table.values()]
 
     def hooked(self) -> bool:
         """Whether a module has hooks, or all have, where plans run in place."""

@@ -243,7 +243,7 @@ def test_a_replica_that_fails_leaves_nobody_hanging() -> None:
     before = threading.active_count()
     with pytest.raises(ZeroDivisionError, match="in replica 1"):
         graphir.DataParallel(Skipping(ZeroDivisionError("here")), [0, 1])(torch.randn(3, 4))
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_replicas_in_another_order_are_told_so() -> None:

@@ -102,7 +102,7 @@ def fills(model: Two, x: Tensor) -> None:
     model.shift.fill_(1)
 
 
-WRITTEN = "modified by an inplace operation: a parameter or buffer that a replica reads when it runs once more"
+WRITTEN = "modified by an inplace operation: a parameter or buffer that is read once more"
 OTHER = (
     "the module's attributes, parameters or buffers are other ones than in the forward\n"
     "  in   a backward that runs the replicas once more: for gradients of gradients, or of some outputs only\n"
