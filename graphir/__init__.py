@@ -69,6 +69,7 @@ from .parallel import (  # isort: skip
 )
 from .facade.estimate import estimate  # isort: skip
 from .facade.fx import to_exported, to_fx  # isort: skip
+from .facade.place import place  # isort: skip
 from .facade.largest_batch import LargestBatch, largest_batch  # isort: skip
 from .facade.profile import profile  # isort: skip
 
@@ -125,6 +126,7 @@ __all__ = [
     "overlap",
     "parse",
     "patch_replication_callback",
+    "place",
     "placed",
     "profile",
     "register_operator",

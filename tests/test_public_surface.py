@@ -20,8 +20,8 @@ PUBLIC = {
         PassWarning PipelineWarning PlacementError PlanError ProfileWarning RecaptureWarning ReplicationError RunError
         SessionError TrainingWarning VerifyError
         allow_operators capture certify compile data_parallel diff estimate exec_data_parallel_replication_callback
-        largest_batch load memory overlap parse patch_replication_callback placed profile register_operator save seeded
-        show to_exported to_fx traffic verify
+        largest_batch load memory overlap parse patch_replication_callback place placed profile register_operator save
+        seeded show to_exported to_fx traffic verify
     """,
     "graphir.parallel": """
         CallbackContext CompiledReplicas DataParallel ReplicationAssertionError ReplicationCallbackDataParallel

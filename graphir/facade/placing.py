@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, Literal, TypeAlias
 
@@ -20,7 +20,7 @@ import torch
 from graphir.passes import Balanced, Pipeline
 from graphir.passes.balance import Balance
 from graphir.passes.base import build
-from graphir.passes.choice.asked import OPTIONS
+from graphir.passes.choice.asked import OPTIONS, Option
 from graphir.passes.choice.naming import patterns
 from graphir.passes.pipeline import PipelineSchedule
 from graphir.passes.shift_modules import ShiftModules
@@ -58,6 +58,7 @@ class Placing:
             *binding*.
         binding: as a session takes it.
         shares: whether the first placement also chooses the shares of the batch.
+        options: what may be done, as :func:`graphir.passes.balance` takes them.
 
     Attributes:
         limits: by device, in bytes; ``auto`` until the first program is placed.
@@ -73,10 +74,12 @@ class Placing:
         topology: Topology | str | None = None,
         binding: Binding = "auto",
         shares: bool = False,
+        options: Sequence[Option] = OPTIONS,
     ) -> None:
-        given = build(Balance, limits=limits, topology=topology)
+        given = build(Balance, limits=limits, topology=topology, options=options)
         self.limits: Mapping[str, int] | Literal["auto"] = given.limits
-        self._topology, self._binding, self._shares = given.topology, binding, shares
+        self._topology, self._binding = given.topology, binding
+        self._options: tuple[Option, ...] = (*given.options, *(("shares",) if shares else ()))
         self.balanced: Balanced | None = None
         self._homes: dict[str, Device] = {}
         self._away: set[str] = set()
@@ -88,7 +91,7 @@ class Placing:
             PassError: no placement within the limits is found.
         """
         if self.balanced is None:
-            found = self._balance(program, options=(*OPTIONS, *(["shares"] if self._shares else [])))
+            found = self._balance(program, options=self._options)
             self._away = set(_parked(program, found.program))
             return found
         if self._away.intersection(program.step.external_inputs):
@@ -111,7 +114,8 @@ class Placing:
         place, threads = self._place(program)
         remedy = "" if self.balanced is None else "compile the model at its largest sizes first"
         asked: dict[str, object] = {"limits": self.limits, "topology": self._topology, "devices": self._bound()}
-        given = {"options": _LATER, **asked, **options}
+        later = [option for option in self._options if option in _LATER]
+        given = {"options": later, **asked, **options}
         found = build(Balance, **given).balanced(program, "cached", threads, remedy, place, like)
         if self.limits == "auto":
             self.limits = found.limits

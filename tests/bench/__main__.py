@@ -53,6 +53,7 @@ TABLES: dict[str, str] = {
     "lock": "locking.rows",
     "small": "parallel.small_rows",
     "replicas": "replicating.rows",
+    "places": "places.rows",
     "pipeline": "flowing.rows",
     "pipelined": "flowing.predicted_rows",
     "within": "keeping.rows",

@@ -1,0 +1,239 @@
+"""The calls of a placed model: by plans, or by the model's own code where no plan can stand for a call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphir.runtime.machine.surroundings import FORKS, follow_forks
+
+from ...capturing.isolate.global_state import SETTINGS
+from ...errors import CoverageError, EagerWarning, GraphirError, RecaptureWarning, RunError, SessionError, warn
+from ...ir.tensor import PLAIN
+from ...parallel.calls import watched
+from ..plan_cache import ModuleGuard, PlanCache, told
+from ..plan_cache.captures import Captures, Unfit
+from .across import across
+from .homes import Homes
+from .plans import PlacedCall, PlacedPlans
+
+__all__ = ["PlacedCalls"]
+
+_MOST_PLANS: Final = 8
+"""How many pairs of plans are kept; those not used for longest make room."""
+
+_LIBRARIES: Final = ("timm", "torch", "transformers")
+"""Whose hooks compute, and do nothing else: weight norm, gradients of inputs for checkpoints."""
+
+_MOST_KINDS: Final = 64
+"""How many kinds of calls are told apart."""
+
+_MARKS: Final = ("_is_accelerate_prepared", "forward")
+"""Attributes of a model that no plan depends on: what libraries note, and what they put around its ``forward``."""
+
+_SCALARS: Final = (bool, int, float, str, type(None))
+_FLAT: Final = (Tensor, *_SCALARS)
+
+_OTHER_KINDS: Final = "calls are of other kinds again and again, by shapes, numbers among the arguments, or modes"
+_OTHER_OUTPUTS: Final = "gradients come for other outputs again and again"
+
+
+class _Kind:
+    """A kind of calls.
+
+    Args:
+        described: what is equal for calls of it.
+
+    Attributes:
+        wanted: the positions of the outputs for which gradients came last; None: those that were expected at first.
+        default: the latter.
+    """
+
+    def __init__(self, described: object) -> None:
+        self.described = described
+        self.wanted: tuple[int, ...] | None = None
+        self.default: tuple[int, ...] = ()
+
+    def came(self, positions: tuple[int, ...]) -> None:
+        """Note for which outputs gradients came."""
+        self.wanted = None if positions == self.default else positions
+
+
+class PlacedCalls:
+    """Calls of one model.
+
+    Args:
+        twin: the model as its own class has it.
+        homes: places its programs.
+        options: of a capture.
+    """
+
+    def __init__(self, twin: torch.nn.Module, homes: Homes, options: Mapping[str, Any]) -> None:
+        self._twin, self._homes, self.options = twin, homes, dict(options)
+        ignored = (*options.get("allow_changes", ()), *_MARKS)
+        self._cache: PlanCache[PlacedPlans | str] = PlanCache({"": twin}, _MOST_PLANS, ignored, in_place=True)
+        self._kinds: list[_Kind] = []
+        self._captures, self._said = Captures(), set[str]()
+        self._lock = threading.RLock()
+        follow_forks()
+
+    @property
+    def plans(self) -> list[PlacedPlans]:
+        """Those that are kept, the last used first."""
+        return [plans for plans in self._cache.plans if isinstance(plans, PlacedPlans)]
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the model returns.
+
+        Warns:
+            EagerWarning: the model's own code runs; says why, once for each reason.
+            RecaptureWarning: the model has changed, and was captured anew.
+        """
+        try:
+            with self._lock:
+                guard = self._cache.look()
+                call = read_call(args, kwargs, self._modes(guard))
+                found = self._run(guard, call)
+                self._captures.calls += 1
+                return found
+        except RunError:  # what has failed is to fail in the model's own code, whose error says where
+            pass
+        except (Unfit, SessionError) as e:
+            self._tell(str(e).partition("\n")[0])
+        return self.own(args, kwargs)
+
+    def own(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the model's own code returns."""
+        with across(self._twin):
+            return self._twin(*args, **kwargs)
+
+    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PlacedPlans:
+        """The plans for such a call.
+
+        Raises:
+            GraphirError: there are none.
+            Unfit: likewise.
+        """
+        guard = self._cache.look()
+        call = read_call(args, kwargs, self._modes(guard))
+        return self._made(guard, call)
+
+    def close(self) -> None:
+        """Let go of the model's tensors, and of plans."""
+        object.__setattr__(self._twin, "__dict__", {})
+        self._cache = PlanCache({"": torch.nn.Module()}, 1)
+
+    def _modes(self, guard: ModuleGuard) -> tuple[Hashable, ...]:
+        """The modes of modules, and the hooks of those inside, which a plan computes if they are a library's.
+
+        Raises:
+            Unfit: others may do anything.
+        """
+        hooks = [hook for hook in guard.hooks_inside() if not isinstance(hook, bool)]
+        for hook in hooks:
+            if _library_of(hook) not in _LIBRARIES:
+                raise Unfit("a module inside of it has hooks")
+        return (*[module.training for module in guard.modules], *map(id, hooks))
+
+    def _run(self, guard: ModuleGuard, call: PlacedCall) -> Any:
+        """What plans return for a call of the module that *guard* holds of, captured if need be.
+
+        Raises:
+            Unfit: there are none.
+        """
+        kind = self._kind(call)
+        wanted = kind.wanted
+        for plans in self._cache.found(guard, (kind, wanted)):
+            if isinstance(plans, str):
+                raise Unfit(plans)
+            try:
+                found = plans(call)
+            except CoverageError:
+                continue
+            self._cache.used(plans)
+            return found
+        changes = () if self._cache.holds_plans_of(guard) else guard.changes
+        why = f"{changes[0].attribute!r} of the model has changed again and again" if changes else _OTHER_KINDS
+        self._captures.require(_OTHER_OUTPUTS if wanted is not None else why)
+        try:
+            plans = self._made(guard, call)
+        except GraphirError as e:
+            plans = f"it cannot be captured: {e.what}"
+            self._cache.keep(guard, plans, (kind, wanted))
+            raise Unfit(plans) from None
+        if changes:
+            self._cache.drop_other_tensors(guard)
+            warn(f"{self._name()} was captured anew: {told(changes)}", RecaptureWarning)
+        return plans(call)
+
+    def _made(self, guard: ModuleGuard, call: PlacedCall) -> PlacedPlans:
+        self._captures.made += 1
+        kind = self._kind(call)
+        wanted = kind.wanted
+        plans = PlacedPlans(self._twin, self._homes, self.options, call, wanted, guard, kind.came)
+        if wanted is None:
+            kind.default = plans.wanted
+        self._cache.leave_out(guard, plans.changed)
+        self._cache.keep(guard, plans, (kind, wanted))
+        return plans
+
+    def _kind(self, call: PlacedCall) -> _Kind:
+        """The kind of a call: the one that was used last is found first."""
+        for i, kind in enumerate(self._kinds):
+            if kind.described == call.kind:
+                if i:
+                    self._kinds.insert(0, self._kinds.pop(i))
+                return kind
+        self._kinds.insert(0, _Kind(call.kind))
+        del self._kinds[_MOST_KINDS:]
+        return self._kinds[0]
+
+    def _tell(self, why: str) -> None:
+        if why not in self._said:
+            self._said.add(why)
+            warn(f"{self._name()} runs its own code: {why}", EagerWarning)
+
+    def _name(self) -> str:
+        return type(self._twin).__name__
+
+
+def _library_of(hook: object) -> str:
+    """The package that a hook comes from."""
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(module).partition(".")[0]
+
+
+def read_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], modes: Sequence[Hashable]) -> PlacedCall:
+    """Read a call.
+
+    Raises:
+        Unfit: no plan can stand for such a call.
+    """
+    if why := watched():
+        raise Unfit(why)
+    leaves: list[Any] = [*args, *kwargs.values()]
+    spec: Hashable = len(args), tuple(kwargs)
+    if not all(isinstance(leaf, _FLAT) for leaf in leaves):  # taking structures apart takes as long as a short plan
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+    graded: list[int] = []
+    described: list[Hashable] = []
+    grades = torch.is_grad_enabled()
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            if type(leaf) not in PLAIN or leaf.layout != torch.strided or leaf.is_meta:
+                raise Unfit(f"an argument is a {type(leaf).__name__} of layout {leaf.layout} on {leaf.device}")
+            if grades and leaf.requires_grad:
+                graded.append(i)
+            described.append((leaf.dtype, leaf.dim(), grades and leaf.requires_grad))
+        elif isinstance(leaf, _SCALARS):
+            described.append((type(leaf), repr(leaf)))
+        else:
+            raise Unfit(f"an argument has a {type(leaf).__name__} in it")
+    settings = tuple([setting.get() for setting in SETTINGS.values()])
+    state = tuple(modes), torch.is_inference_mode_enabled(), torch.get_num_threads(), FORKS[0]
+    return PlacedCall(args, dict(kwargs), leaves, tuple(graded), (spec, tuple(described), settings, state))

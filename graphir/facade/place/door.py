@@ -1,0 +1,172 @@
+"""The function ``place``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Literal
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from graphir.passes.choice.asked import Option
+from graphir.runtime.machine.places import Binding, is_on_cuda
+
+from ...analysis.topology import Topology
+from ...capturing.capture import capture
+from ...capturing.intake.options import refuse_model
+from ...errors import CaptureError, GraphirError, PassError
+from ...ir.device import DeviceName
+from ...ir.text import nbytes_text
+from ..plan_cache.captures import Unfit
+from .calls import PlacedCalls
+from .held import Held, read_optimizer_of
+from .homes import Homes
+from .placement import Placement
+from .swapped import is_placed, twin_of
+
+__all__ = ["place"]
+
+_TRIES: Final = 3
+"""How often a placement is chosen anew whose parts take more than the program for which it was chosen."""
+
+_OPTIONS: Final[tuple[Option, ...]] = ("shift", "park", "recompute")
+
+
+def place(
+    model: torch.nn.Module,
+    inputs: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    limits: Mapping[DeviceName, int | str] | Literal["auto"] | None = None,
+    device_map: Mapping[str, DeviceName] | None = None,
+    backward: bool = True,
+    options: Sequence[Option] = _OPTIONS,
+    loss: Callable[..., Any] | None = None,
+    targets: Sequence[Any] = (),
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | str | None = None,
+    batch_dims: Any = None,
+    topology: Topology | str | None = None,
+    binding: Binding = "auto",
+    allow_changes: Iterable[str] = (),
+) -> torch.nn.Module:
+    """Place a module, whose loop is its user's, and return it.
+
+    ::
+
+        graphir.place(model, (x,), limits={"gpu:0": "10 GiB", "gpu:1": "22 GiB"}, optimizer=optimizer)
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+    The model's class becomes a subclass of its own, by the same name. Its parameters are the same objects, on the
+    devices where the placement has them, so that an optimizer that was made before goes on with them. A call runs a
+    plan, and so does its backward, one node of autograd. Equal calls under equal ``torch.manual_seed`` have equal bits,
+    on however many devices.
+
+    What no plan can stand for runs the model's own code, and an :class:`graphir.EagerWarning` says why, once. Calls of
+    other sizes, modes or dtypes, and a model that has changed, are captured anew, with every module where it is.
+    ``model.placement`` has ``memory()``, ``plans``, ``certificate``, ``balanced``, ``device_map`` and ``undo()``.
+
+    Args:
+        model: in the mode that it trains in.
+        inputs: its positional arguments, for a batch as large as those to come.
+        kwargs: its keyword arguments.
+        limits: by device, the most bytes that a step of the loop may take there, as :func:`graphir.passes.balance`
+            takes them: forward, backward, gradients between steps, and what *optimizer* and *loss* say. What these do
+            not say is not counted: leave room for it.
+        device_map: by module, its device, as Accelerate and transformers write it, instead of *limits*.
+        backward: whether calls have a backward.
+        options: what may be done within limits: ``shift`` modules, ``park`` or ``recompute`` what they save.
+        loss: what the loop computes of the model's output and *targets*, as :func:`graphir.capture` takes it: it counts
+            where the placement is chosen.
+        targets: for it.
+        optimizer: of the model's parameters, or a class or name of one: its state counts, and its step is predicted.
+        batch_dims, allow_changes: as :func:`graphir.capture` takes them.
+        topology: as :func:`graphir.passes.balance` takes it.
+        binding: the real device of each logical one, as :class:`graphir.runtime.Session` takes it.
+
+    Raises:
+        CaptureError: the model can't be captured with these arguments, or its class have no subclass.
+        PassError: no placement within the limits is found, or *device_map* does not fit; nothing has changed then.
+
+    Returns:
+        The model.
+    """
+    refuse_model(model, "place")
+    if is_placed(model):
+        raise CaptureError("place: the model is placed already", fix="let it go by model.placement.undo() first")
+    if limits is not None and device_map is not None:
+        raise PassError("place: limits and device_map are both given", fix="leave one of them out")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise CaptureError(f"place: {name!r} has no shape yet", fix="call the model once with a batch")
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad and backward}
+    held = _held(params, optimizer)
+    optimizing = read_optimizer_of(optimizer, params.values())
+    modules = dict(model.named_modules())
+    capture_options = {"batch_dims": batch_dims, "allow_changes": tuple(allow_changes)}
+    if is_on_cuda(binding):
+        capture_options["target"] = "cuda"
+    given = tuple(inputs), dict(kwargs or {})
+
+    def placed(asked: Mapping[DeviceName, int | str] | Mapping[DeviceName, int] | Literal["auto"] | None) -> Placement:
+        homes = Homes(asked, device_map, options, topology, binding, held, modules)
+        calls = PlacedCalls(twin_of(model), homes, capture_options)
+        with torch.set_grad_enabled(backward):
+            if loss is not None:
+                step = capture(twin_of(model), given[0], kwargs=given[1], targets=targets, loss=loss, **capture_options)
+                homes.choose(step)
+            try:
+                calls.begin(*given)
+            except Unfit as e:
+                raise CaptureError(f"place: {e}", fix="give arguments that a plan can stand for") from None
+        return Placement(model, homes, calls, held, optimizing)
+
+    placement = placed(limits)
+    if limits is not None:
+        placement = _within(placement, placed)
+    placement.take()
+    return model
+
+
+def _within(placement: Placement, placed: Callable[[Mapping[DeviceName, int]], Placement]) -> Placement:
+    """A placement whose forward, backward and optimizer's step, each by itself, keep within the limits.
+
+    What is chosen is chosen for one program, which holds less than these do together: in a step of the loop, all
+    gradients and saved values of the model are there at once.
+
+    Raises:
+        PassError: none is found.
+    """
+    limits = placement.limits
+    asked: dict[DeviceName, int] = dict(limits.items())
+    for _ in range(_TRIES):
+        held = placement.memory()
+        over = {device: held.peak.get(device, 0) - most for device, most in limits.items()}
+        over = {device: more for device, more in over.items() if more > 0}
+        if not over:
+            return placement
+        asked = {device: most - over.get(str(device), 0) for device, most in asked.items()}
+        try:
+            placement = placed(asked)
+        except PassError:
+            break
+    device = max(over, key=lambda name: over[name] / limits[name])
+    phase = max(held.phases, key=lambda name: held.phases[name].get(device, 0))
+    needed = ", ".join([f"{name!r}: {max(most, held.peak.get(name, 0))}" for name, most in limits.items()])
+    raise PassError(
+        f"place: no placement within the limits was found: the {phase} lacks {nbytes_text(over[device])} on {device}",
+        fix=f"limits={{{needed}}} is the nearest that was found",
+    )
+
+
+def _held(params: Mapping[str, torch.Tensor], optimizer: object) -> Held:
+    """What is held of parameters beside plans."""
+    gradients = {name: p.numel() * p.element_size() for name, p in params.items()}
+    optimizing = read_optimizer_of(optimizer, params.values())
+    if optimizing is None:
+        return Held(gradients, {})
+    try:
+        return Held(gradients, optimizing.figures(params)[0])
+    except GraphirError as e:
+        return Held(gradients, {}, e.what)

@@ -1,0 +1,450 @@
+"""The plans of one kind of call: captured, placed, split, and run as one node of autograd."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphir.passes import Halves, emit, split_backward
+from graphir.runtime import Function
+from graphir.runtime.interface.scatter import Scatter
+from graphir.runtime.interface.structure import read_structure
+from graphir.runtime.interface.witness import witness_of
+
+from ...analysis.certify import Certificate, certify
+from ...capturing.capture import capture
+from ...capturing.intake.state import read_state
+from ...capturing.seeded import seeded
+from ...capturing.witness import StepWitness
+from ...errors import CaptureError
+from ...ir.blob import bound_layout
+from ...ir.plan import Plan
+from ...ir.program import Program
+from ...ir.size import Dims
+from ...parallel.again import Earlier, is_plain, requiring_gradients
+from ...parallel.containers import Containers
+from ...parallel.lent_state import LentState
+from ..plan_cache import ModuleGuard
+from .across import across
+from .homes import Homes
+
+__all__ = ["PlacedCall", "PlacedPlans"]
+
+
+class PlacedCall(NamedTuple):
+    """A call of a placed model.
+
+    Attributes:
+        args, kwargs: as given.
+        leaves: of both, in their order.
+        graded: the positions of the leaves that need a gradient, where gradients are computed.
+        kind: equal for calls that one plan may stand for.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    leaves: Sequence[Any]
+    graded: tuple[int, ...]
+    kind: Any
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The leaves that need a gradient."""
+        return [self.leaves[i] for i in self.graded]
+
+    def versions(self) -> list[int]:
+        """The versions of the tensors among the leaves."""
+        return [t._version for t in self.leaves if isinstance(t, Tensor) and not t.is_inference()]
+
+
+class _Ran(NamedTuple):
+    """A forward that has run.
+
+    Attributes:
+        call: what was given.
+        dims: of the plans.
+        step: what seeds were mixed of.
+        values: what the forward plan was given and has returned, by name.
+        before: what the model's tensors that the forward overwrites were.
+    """
+
+    call: PlacedCall
+    dims: Dims
+    step: int
+    values: dict[str, Tensor]
+    before: Sequence[Tensor]
+
+
+class _Returned:
+    """What a model returns, taken apart to its leaves, and put together of others."""
+
+    def __init__(self) -> None:
+        self._containers, self._spec = Containers(), pytree.tree_structure(None)
+
+    def leaves(self, output: Any) -> list[Any]:
+        """The leaves of an output."""
+        leaves, self._spec = pytree.tree_flatten(self._containers.opened(output))
+        return leaves
+
+    def whole(self, leaves: Sequence[Any]) -> Any:
+        """An output with these leaves, of the structure that :meth:`leaves` gave."""
+        return self._containers.closed(pytree.tree_unflatten(leaves, self._spec))
+
+
+class PlacedPlans:
+    """A forward plan, and a backward plan where the call has a backward.
+
+    Args:
+        twin: the model as its own class has it.
+        homes: places its programs.
+        options: of a capture.
+        call: of this kind.
+        wanted: the positions of the outputs whose gradients the backward takes, among the leaves of all; None: all that
+            need one, or the scalars among these.
+        guard: of the model as it is.
+        told: called in each backward with the positions of the outputs for which gradients came.
+
+    Attributes:
+        captured: the program, without state.
+        wanted: the positions of the outputs whose gradients the backward takes.
+        certificate: that the placed program computes what the captured one does.
+        plans: that of the forward, and that of the backward if there is one.
+        consumed: the saved values that nobody but a call has.
+        overwritten: the model's tensors that the forward overwrites, by name: a call keeps what they were.
+        changed: what of the model the captured call changes, as :attr:`.Witness.changed` says it.
+
+    Raises:
+        GraphirError: the model cannot be captured so, or plans cannot be made of it.
+    """
+
+    def __init__(
+        self,
+        twin: torch.nn.Module,
+        homes: Homes,
+        options: Mapping[str, Any],
+        call: PlacedCall,
+        wanted: tuple[int, ...] | None,
+        guard: ModuleGuard,
+        told: Callable[[tuple[int, ...]], None],
+    ) -> None:
+        self._shape = _Returned()
+        captured, whole = _captured(twin, options, call, wanted, self._shape)
+        needing = whole.interface.differentiable
+        assert isinstance(captured.witness, StepWitness)  # it was captured here
+        self.wanted = captured.interface.differentiable
+        self.changed, lent = captured.witness.changed, captured.witness.lend()
+        program = homes.placed(captured)
+        self.certificate: Certificate = certify(captured, program)
+        self.captured = captured.with_(state={})
+        program = program.with_(state={})
+        entries = {entry.name: entry.tensor for entry in read_state(twin, hooked=True).tensors}
+        halves = split_backward(program) if needing else None
+        forward = program if halves is None else halves.forward
+        parts = [forward] if halves is None else [halves.forward, halves.backward]
+        self._state = LentState({**lent, **entries}, captured.state, parts, homes.binding)
+        self.overwritten = self._state.written.intersection(entries)
+        self.plans: tuple[Plan, ...] = (emit(forward),)
+        self._forward = Function(self.plans[0], self._state.tensors, homes.binding)
+        self._scatter = Scatter(forward, self._forward.places, witness=witness_of(forward, forward))
+        self._random = any(op.seed is not None for op in program.step.ops)
+        fetches = forward.interface.fetches
+        returned = list(dict.fromkeys([str(fetch.blob) for fetch in fetches if fetch.blob is not None]))
+        if not returned:
+            raise CaptureError("the model returns no tensor")
+        self._returned = returned
+        self._leaves = [(f.value, None if f.blob is None else returned.index(f.blob)) for f in fetches]
+        blobs = forward.step.blobs
+        external = {blobs[name].storage for name in forward.step.external_inputs}
+        self._copied = [blobs[name].storage in external for name in returned]
+        self.consumed: tuple[str, ...] = ()
+        self._node: _Backward | None = None
+        if halves is not None:
+            handed = {blobs[name].storage for name in returned}
+            made = [name for name in halves.saved if name in forward.step.external_outputs]
+            self.consumed = tuple([name for name in made if name not in handed])
+            plan = emit(halves.backward)
+            self.plans = (*self.plans, plan)
+            function = Function(plan, self._state.tensors, homes.binding, consumed=self.consumed)
+            of_leaf = [i for _, i in self._leaves]
+            kept = {n: t for n, t in {**lent, **entries}.items() if n not in self._state.written}
+            kept = {n: t for n, t in kept.items() if not t.is_inference()}
+            read = set(plan.step.external_inputs)
+            self._node = _Backward(
+                twin,
+                halves,
+                function,
+                [name for name in halves.saved if name not in self.consumed],
+                self.consumed,
+                [t for n, t in kept.items() if n in read],
+                {name: entries[name] for name in whole.interface.gradients},
+                of_leaf,
+                needing,
+                [str(feed.blob) for feed in forward.interface.feeds],
+                call.graded,
+                Earlier(twin, guard, self._state.overwritten, list(kept.values()), "the model"),
+                self._random,
+                told,
+            )
+
+    def returned(self) -> Counter[str]:
+        """By device, the bytes that the model returns and the backward does not read: the caller has them meanwhile."""
+        forward, backward = self.plans
+        blobs, read = forward.step.blobs, set(backward.step.external_inputs)
+        storages = {blobs[name].storage for name in self._returned} - read
+        found = Counter[str]()
+        for name in storages:
+            found[str(blobs[name].device)] += blobs[name].nbytes(forward.dims)
+        return found
+
+    def __call__(self, call: PlacedCall) -> Any:
+        """What the model returns.
+
+        Raises:
+            CoverageError: the plans do not cover the call's sizes.
+            RunError: an operator failed.
+        """
+        dims, given = self._scatter.split(call.args, dict(call.kwargs))
+        step = int(torch.randint(2**62, ())) if self._random else 0
+        run = partial(self._run, call, dims, given, step)
+        if self._node is None:
+            outputs: Sequence[Tensor] = self._outputs(run())
+        else:
+            outputs = _Node.apply(self, run, *self._node.params.values(), *call.tensors)  # type: ignore[attr-defined]
+        leaves = [value if i is None else outputs[i] for value, i in self._leaves]
+        return self._shape.whole(leaves)
+
+    def _run(self, call: PlacedCall, dims: Dims, given: Sequence[Tensor], step: int) -> _Ran:
+        self._state.broadcast()
+        with self._state.restored_if_it_fails() as before:
+            outputs = self._forward(dims, given, step)
+        values = {
+            **dict(zip(self._scatter.names, given, strict=True)),
+            **dict(zip(self._forward.outputs, outputs, strict=True)),
+        }
+        return _Ran(call, dims, step, values, before)
+
+    def _outputs(self, ran: _Ran) -> list[Tensor]:
+        """What the model returns of its tensors; those that are the caller's or the model's own are copied."""
+        found = [ran.values[name] for name in self._returned]
+        return [tensor.clone() if copied else tensor for tensor, copied in zip(found, self._copied, strict=True)]
+
+
+class _Backward:
+    """A backward plan, and what the node gives it and takes from it.
+
+    Args:
+        twin: the model as its own class has it.
+        halves: the programs.
+        function: runs the backward.
+        visible: the saved values that others may overwrite.
+        consumed: those that nobody has but the call.
+        checked: the model's own tensors that the backward reads.
+        params: the parameters that need a gradient, by name.
+        of_leaf: of each leaf that the model returns, its number among the tensors that it returns.
+        needing: the positions of the leaves that need a gradient.
+        feeds: of each leaf that the model is given, the blob.
+        graded: the positions of those that need a gradient.
+        earlier: the model as it was, to run once more.
+        random: whether the model draws.
+        told: called in each backward with the positions of the leaves for which gradients came.
+    """
+
+    def __init__(
+        self,
+        twin: torch.nn.Module,
+        halves: Halves,
+        function: Function,
+        visible: Sequence[str],
+        consumed: Sequence[str],
+        checked: Sequence[Tensor],
+        params: Mapping[str, Tensor],
+        of_leaf: Sequence[int | None],
+        needing: Sequence[int],
+        feeds: Sequence[str],
+        graded: Sequence[int],
+        earlier: Earlier,
+        random: bool,
+        told: Callable[[tuple[int, ...]], None],
+    ) -> None:
+        self._twin, self._function, self._told = twin, function, told
+        self._earlier, self._random = earlier, random
+        self.visible, self.consumed, self._checked = visible, consumed, checked
+        backward: Program = halves.backward
+        self._blobs = backward.step.blobs
+        slots = [str(slot.blob) for slot in backward.interface.feeds]
+        self._slots = dict(zip(slots, [of_leaf[i] for i in halves.outputs], strict=True))
+        self._expected = sorted({i for i in self._slots.values() if i is not None})
+        leaf_of = {number: leaf for leaf, number in reversed(list(enumerate(of_leaf))) if number is not None}
+        self._leaf_of = leaf_of
+        self.differentiable = [of_leaf[i] for i in needing]
+        gradients = backward.interface.gradients
+        self.params = params
+        keys = read_structure(str(backward.interface.results)).keys
+        of_inputs = {key: str(f.blob) for key, f in zip(keys, backward.interface.fetches, strict=True)}
+        at = {name: i for i, name in enumerate(function.outputs)}
+        results = [*[gradients.get(name, "") for name in params], *[of_inputs.get(feeds[i], "") for i in graded]]
+        self._results = [at.get(name) for name in results]
+        order = {name: i for i, name in enumerate((*visible, *consumed, *slots))}
+        self._order = [order[name] for name in function.inputs]
+        self._given = [(i, self._blobs[slot]) for slot, i in self._slots.items() if i is not None]
+
+    def keep(self, ctx: Any, ran: _Ran) -> None:
+        """Keep what the backward reads: what others may overwrite by torch, which says so then."""
+        ctx.save_for_backward(*[ran.values[name] for name in self.visible])
+        ctx.checked = [tensor._version for tensor in self._checked]
+        ctx.hidden = [ran.values[name] for name in self.consumed]
+        ctx.versions, ctx.given = self._earlier.versions(), ran.call.versions()
+        ctx.ran = ran._replace(values={})
+
+    def __call__(self, ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The gradients of :attr:`params`, in their order, and of the call's tensors."""
+        came = [i for i, grad in enumerate(grads) if grad is not None]
+        given = [grads[i] for i in self._expected]
+        saved = ctx.saved_tensors  # raises where the graph was freed
+        self._told(tuple([self._leaf_of[i] for i in came]))
+        if came == self._expected and not torch.is_grad_enabled() and all(map(is_plain, given)):
+            return self._planned(ctx, saved, grads)
+        return self._again(ctx, came, grads)
+
+    def _planned(self, ctx: Any, saved: Sequence[Tensor], grads: Sequence[Any]) -> list[Tensor | None]:
+        ran: _Ran = ctx.ran
+        if ctx.hidden is None:
+            _raise_freed()
+        if [tensor._version for tensor in self._checked] != ctx.checked:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                "parameter or buffer of a placed model that its backward reads"
+            )
+        values = [*saved, *ctx.hidden]
+        values += [_laid_out(grads[i], *bound_layout(blob, ran.dims)) for i, blob in self._given]
+        inputs: list[Any] = [values[i] for i in self._order]
+        del values
+        if not _keeps_graph():
+            ctx.hidden = None
+        outputs = self._function(ran.dims, inputs, ran.step)
+        made: list[Tensor | None] = [None if i is None else outputs[i] for i in self._results]
+        for k, tensor in enumerate(ran.call.tensors, len(self.params)):
+            gradient = made[k]
+            made[k] = None if gradient is None else gradient.to(tensor.device)
+        return made
+
+    def _again(self, ctx: Any, came: Sequence[int], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The same by the model's own code, which runs once more, so that gradients have gradients."""
+        ran: _Ran = ctx.ran
+        create, call, given = torch.is_grad_enabled(), ran.call, [grads[i] for i in came]
+        if call.versions() != ctx.given:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: an "
+                "argument of a placed model, whose backward runs the model once more"
+            )
+        wanted = [*self.params.values(), *call.tensors]
+        with requiring_gradients(wanted), _unhooked(self.params.values()):
+            with torch.enable_grad(), self._earlier.again(ctx.versions, ran.before):
+                drawn = seeded(ran.step) if self._random else contextlib.nullcontext()
+                with across(self._twin), drawn:
+                    output = self._twin(*call.args, **call.kwargs)
+                leaves = _Returned().leaves(output)
+                outputs = [leaves[self._leaf_of[i]] for i in came]
+            return torch.autograd.grad(outputs, wanted, given, create_graph=create, allow_unused=True)
+
+
+class _Node(torch.autograd.function._SingleLevelFunction):
+    """The node: its inputs are the parameters and inputs that need a gradient, its outputs the model's tensors.
+
+    It is no ``torch.autograd.Function``, whose ``apply`` looks at each input for what transforms of ``torch.func`` have
+    left: no plan stands for a call in one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, plans: PlacedPlans, run: Callable[[], _Ran], *tensors: Tensor) -> tuple[Tensor, ...]:
+        node, ran = plans._node, run()
+        assert node is not None
+        outputs = plans._outputs(ran)
+        ctx.node = node
+        ctx.set_materialize_grads(False)
+        if len(node.differentiable) < len(outputs):
+            ctx.mark_non_differentiable(*[t for i, t in enumerate(outputs) if i not in node.differentiable])
+        node.keep(ctx, ran)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, None, *ctx.node(ctx, grads))
+
+
+def _captured(
+    twin: torch.nn.Module,
+    options: Mapping[str, Any],
+    call: PlacedCall,
+    wanted: tuple[int, ...] | None,
+    shape: _Returned,
+) -> tuple[Program, Program]:
+    """The program of a call, which returns the leaves of a *shape*; and the program whose backward takes the
+    gradients of all outputs that need one."""
+    args, kwargs = pytree.tree_map_only(Tensor, _leaf, (call.args, call.kwargs))
+    made = partial(capture, twin, args, kwargs=kwargs, output=shape.leaves, **options)
+    graded = torch.is_grad_enabled() and (bool(call.graded) or any(p.requires_grad for p in twin.parameters()))
+    if not graded:
+        return (program := made()), program
+    try:
+        program = made(backward=True)
+    except CaptureError as e:
+        if not e.what.startswith("no output of the model needs a gradient"):
+            raise
+        return (program := made()), program
+    needing = program.interface.differentiable
+    if wanted is None:
+        # Whoever asks a model for its loss calls backward on the loss alone.
+        wanted = tuple([i for i in needing if _is_scalar(program, i)]) or needing
+    return (program if wanted == needing else made(backward=wanted)), program
+
+
+def _is_scalar(program: Program, position: int) -> bool:
+    blob = program.interface.fetches[position].blob
+    return blob is not None and program.step.blobs[blob].shape == ()
+
+
+def _leaf(given: Tensor) -> Tensor:
+    """A tensor without history."""
+    return given.detach().requires_grad_(given.requires_grad)
+
+
+@contextlib.contextmanager
+def _unhooked(params: Iterable[Tensor]) -> Iterator[None]:
+    """While this is active, gradients of parameters do not call the parameters' hooks: those of the node will."""
+    tables = [table for param in params if (table := param._backward_hooks)]
+    before = [dict(table) for table in tables]
+    try:
+        for table in tables:
+            table.clear()
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.update(hooks)
+
+
+def _laid_out(grad: Tensor, size: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """A gradient with the strides that the plan takes."""
+    if grad.stride() == strides:
+        return grad
+    return grad.new_empty_strided(size, strides).copy_(grad)
+
+
+def _keeps_graph() -> bool:
+    """Whether this backward keeps the graph for another one."""
+    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if asked is None else bool(asked())
+
+
+def _raise_freed() -> NoReturn:
+    raise RuntimeError(
+        "Trying to backward through the graph a second time: saved values of a placed model were freed by the first "
+        "backward. Specify retain_graph=True there if you need to backward through it again"
+    )

@@ -1,0 +1,189 @@
+"""A placed model stays what it is: its class, its tensors, its files and its copies."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+from placed_nets import MAP, Net, deep, same, trained
+from torch import nn
+
+import graphir
+from graphir.errors import CaptureError, PassError
+
+X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Sized(nn.Module):
+    """A class that cannot have a subclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError("final")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return graphir.place(Net(), (X,), device_map=MAP)
+
+
+def test_the_model_itself_is_returned() -> None:
+    model = Net()
+    tensors, names = list(model.parameters()), list(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert graphir.place(model, (X,), device_map=MAP) is model
+    assert isinstance(model, Net) and type(model).__name__ == "Net" and type(model) is not Net
+    assert list(model.parameters()) == tensors and list(model.state_dict()) == names
+    assert optimizer.param_groups[0]["params"] == tensors
+    assert inspect.signature(model.forward) == inspect.signature(Net().forward)
+    assert model.hf_device_map == {"first": 0, "norm": 0, "second": 1, "last": 1}
+
+
+def test_files_have_the_plain_class() -> None:
+    model = net()
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        loaded = pickle.loads(pickle.dumps(model, protocol))
+        assert type(loaded) is Net and same(loaded, model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert type(torch.load(file, weights_only=False)) is Net
+    assert b"graphir" not in pickle.dumps(model)
+
+
+def test_a_copy_is_placed_and_has_captured_nothing() -> None:
+    model = net()
+    other = copy.deepcopy(model)
+    assert other.placement is not model.placement and not other.placement.plans
+    assert next(other.parameters()) is not next(model.parameters())
+    found, expected = other(X), model(X)
+    assert torch.equal(found["out"], expected["out"]) and other.placement.plans
+
+
+def test_undo() -> None:
+    model = net()
+    model.placement.undo()
+    assert type(model) is Net and not hasattr(model, "placement") and not hasattr(model, "hf_device_map")
+    graphir.place(model, (X,))
+
+
+def test_the_model_is_let_go() -> None:
+    import gc
+    import weakref
+
+    model = net()
+    tensor = weakref.ref(model.first.weight)
+    placement = model.placement
+    del model
+    gc.collect()
+    assert tensor() is None
+    with pytest.raises(graphir.GraphirError):
+        placement.memory()
+
+
+def test_to_another_device_moves_nothing_and_says_so_once() -> None:
+    model = net()
+    with pytest.warns(graphir.EagerWarning, match="its tensors stay on their devices") as said:
+        model.to("meta") if False else model._apply(lambda tensor: tensor.to("cpu"))
+        nn.Sequential(model)._apply(_elsewhere)
+        model._apply(_elsewhere)
+    assert len(said) == 1
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+
+
+def _elsewhere(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that says that it is on a card, which is not here."""
+
+    class Elsewhere(torch.Tensor):
+        @property
+        def device(self) -> torch.device:  # type: ignore[override]
+            return torch.device("cuda", 0)
+
+    return tensor.detach().as_subclass(Elsewhere)
+
+
+def test_hooks_on_the_model_are_called_and_a_set_forward_stays_around() -> None:
+    model, called = net(), []
+    model.register_forward_hook(lambda *_: called.append("hook"))
+    forward = model.forward
+
+    def around(*args: object, **kwargs: object) -> object:
+        called.append("around")
+        return forward(*args, **kwargs)
+
+    model.forward = around  # type: ignore[method-assign]
+    model(X)
+    model(X)
+    assert called == ["around", "hook"] * 2 and len(model.placement.plans) == 2
+
+
+def test_hooks_inside_run_the_models_own_code() -> None:
+    model, called = net(), []
+    model.second.register_forward_hook(lambda *_: called.append(1))
+    with pytest.warns(graphir.EagerWarning, match="a module inside of it has hooks") as said:
+        model(X)
+        model(X)
+    assert len(said) == 1 and called == [1, 1]
+
+
+def test_an_optimizer_made_before() -> None:
+    torch.manual_seed(0)
+    eager = deep()
+    model = copy.deepcopy(eager)
+    optimizer = torch.optim.AdamW(model.parameters())
+    graphir.place(model, (X,), optimizer=optimizer)
+    assert "optimizer's step" in str(model.placement.memory())
+    assert trained(model) == trained(eager)
+
+
+def test_memory_says_what_is_not_counted() -> None:
+    model = graphir.place(deep(), (X,))
+    held = model.placement.memory()
+    assert list(held.phases) == ["forward", "backward"]
+    assert str(held).endswith("your optimizer: not counted\n  your loss: not counted")
+
+
+def test_a_step_with_its_loss() -> None:
+    torch.manual_seed(0)
+    eager, y = deep(), torch.randint(5, (16,))
+    model = copy.deepcopy(eager)
+    options = {"loss": nn.functional.cross_entropy, "targets": (y,), "optimizer": "AdamW"}
+    alone = graphir.place(copy.deepcopy(eager), (X,), **options)
+    limits = {device: int(0.7 * alone.placement.memory().peak["gpu:0"]) for device in range(2)}
+    graphir.place(model, (X,), limits=limits, topology="h200x8", **options)
+    held = model.placement.memory()
+    assert list(held.phases) == ["forward", "backward", "whole step", "optimizer's step"] and not held.notes
+    assert trained(model) == trained(eager)
+
+
+def test_bad_input_leaves_the_model_as_it_was() -> None:
+    cases = [
+        (Net(), {"device_map": MAP, "limits": {"gpu:0": "1 GiB"}}, PassError, "both given"),
+        (Net(), {"device_map": {"firts": 0}}, PassError, "did you mean 'first'"),
+        (Net(), {"device_map": {"first": "disk"}}, PassError, "on disk"),
+        (Net(), {"device_map": 3}, PassError, "not a dict"),
+        (Net(), {"limits": {"gpu:0": 1000}}, PassError, "no placement within the limits"),
+        (Net(), {"optimizer": "Adamw2"}, CaptureError, "is no optimizer"),
+        (Sized(), {}, CaptureError, "cannot be that of a placed model"),
+        (nn.Sequential(nn.LazyLinear(4)), {}, CaptureError, "no shape yet"),
+        (torch.jit.trace(nn.Linear(8, 8), X), {}, CaptureError, ""),
+    ]
+    for model, options, error, text in cases:
+        before = type(model)
+        with pytest.raises(error, match=text):
+            graphir.place(model, (X,), **options)
+        assert type(model) is before
+    with pytest.raises(CaptureError):
+        graphir.place(Net(), (torch.randn(16, 3),))
+    with pytest.raises(CaptureError, match="is placed already"):
+        graphir.place(net(), (X,))
