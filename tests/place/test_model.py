@@ -166,6 +166,12 @@ def test_a_step_with_its_loss() -> None:
     assert trained(model) == trained(eager)
 
 
+def test_a_placed_model_is_captured_as_the_plain_one(recwarn: pytest.WarningsRecorder) -> None:
+    model, plain = net(), copy.deepcopy(Net())
+    program, other = graphir.capture(model, (X,)), graphir.capture(plain, (X,))
+    assert [op.type for op in program.step.ops] == [op.type for op in other.step.ops] and not recwarn.list
+
+
 def test_bad_input_leaves_the_model_as_it_was() -> None:
     cases = [
         (Net(), {"device_map": MAP, "limits": {"gpu:0": "1 GiB"}}, PassError, "both given"),
@@ -183,7 +189,8 @@ def test_bad_input_leaves_the_model_as_it_was() -> None:
         with pytest.raises(error, match=text):
             graphir.place(model, (X,), **options)
         assert type(model) is before
-    with pytest.raises(CaptureError):
-        graphir.place(Net(), (torch.randn(16, 3),))
+    for arguments in [(X,), ((X,), [1]), ((torch.randn(16, 3),),)]:
+        with pytest.raises(CaptureError):
+            graphir.place(Net(), *arguments)
     with pytest.raises(CaptureError, match="is placed already"):
         graphir.place(net(), (X,))

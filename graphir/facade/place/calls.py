@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from graphir.runtime.machine.surroundings import FORKS, follow_forks
@@ -94,6 +95,10 @@ class PlacedCalls:
             EagerWarning: the model's own code runs; says why, once for each reason.
             RecaptureWarning: the model has changed, and was captured anew.
         """
+        if why := watched():  # even a look at the module would be seen
+            if not any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves((args, dict(kwargs)))):
+                self._tell(why)
+            return self.own(args, kwargs)
         try:
             with self._lock:
                 guard = self._cache.look()
@@ -214,8 +219,6 @@ def read_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], modes: Sequence[
     Raises:
         Unfit: no plan can stand for such a call.
     """
-    if why := watched():
-        raise Unfit(why)
     leaves: list[Any] = [*args, *kwargs.values()]
     spec: Hashable = len(args), tuple(kwargs)
     if not all(isinstance(leaf, _FLAT) for leaf in leaves):  # taking structures apart takes as long as a short plan

@@ -95,6 +95,7 @@ def place(
     refuse_model(model, "place")
     if is_placed(model):
         raise CaptureError("place: the model is placed already", fix="let it go by model.placement.undo() first")
+    _check(inputs, kwargs, backward)
     if limits is not None and device_map is not None:
         raise PassError("place: limits and device_map are both given", fix="leave one of them out")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -127,6 +128,16 @@ def place(
         placement = _within(placement, placed)
     placement.take()
     return model
+
+
+def _check(inputs: object, kwargs: object, backward: object) -> None:
+    """Refuse arguments of another kind."""
+    if isinstance(inputs, torch.Tensor) or not isinstance(inputs, Sequence):
+        raise CaptureError(f"place: inputs is a {type(inputs).__name__}, not a tuple", fix="write (x,)")
+    if not isinstance(kwargs, Mapping | None):
+        raise CaptureError(f"place: kwargs is a {type(kwargs).__name__}, not a dict", fix='write {"x": x}')
+    if type(backward) is not bool:
+        raise CaptureError(f"place: backward is {backward!r}", fix="give True or False")
 
 
 def _within(placement: Placement, placed: Callable[[Mapping[DeviceName, int]], Placement]) -> Placement:
