@@ -95,6 +95,10 @@ def place(
     refuse_model(model, "place")
     if is_placed(model):
         raise CaptureError("place: the model is placed already", fix="let it go by model.placement.undo() first")
+    if hasattr(model, "placement"):
+        raise CaptureError(
+            "place: the model has an attribute 'placement' of its own", fix="rename the attribute, or place its parts"
+        )
     _check(inputs, kwargs, backward)
     if limits is not None and device_map is not None:
         raise PassError("place: limits and device_map are both given", fix="leave one of them out")
