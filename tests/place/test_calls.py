@@ -10,10 +10,17 @@ from typing import Any
 import pytest
 import torch
 from placed_nets import MAP, Net, deep, placed, same, trained
+from runnable import short_searches
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import graphir
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    short_searches(monkeypatch, 100)
+
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 

@@ -10,10 +10,17 @@ import pickle
 import pytest
 import torch
 from placed_nets import MAP, Net, deep, same, trained
+from runnable import short_searches
 from torch import nn
 
 import graphir
 from graphir.errors import CaptureError, PassError
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    short_searches(monkeypatch, 100)
+
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 

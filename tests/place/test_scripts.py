@@ -10,9 +10,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from placed_nets import deep, placed, same
+from runnable import short_searches
 from torch import Tensor, nn
 from torch.nn import functional as F
 from zoo.zoo_rows import library
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    short_searches(monkeypatch, 100)
+
 
 X, Y = torch.randn(64, 16), torch.randn(64, 1)
 
