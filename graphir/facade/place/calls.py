@@ -95,6 +95,10 @@ class PlacedCalls:
             EagerWarning: the model's own code runs; says why, once for each reason.
             RecaptureWarning: the model has changed, and was captured anew.
         """
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False) if torch.is_grad_enabled() else None
+        if hooks is not None:  # those of a checkpoint count what is saved, and end its second run in the middle
+            self._tell("saved tensors have hooks, as in a checkpoint around the model, or save_on_cpu")
+            return self.own(args, kwargs)
         if why := watched():  # even a look at the module would be seen
             if not any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves((args, dict(kwargs)))):
                 self._tell(why)
@@ -169,6 +173,8 @@ class PlacedCalls:
             plans = self._made(guard, call)
         except GraphirError as e:
             plans = f"it cannot be captured: {e.what}"
+            if "thread" in e.what:  # which has passed when the next call comes
+                raise Unfit(plans) from None
             self._cache.keep(guard, plans, (kind, wanted))
             raise Unfit(plans) from None
         if changes:
@@ -180,7 +186,7 @@ class PlacedCalls:
         self._captures.made += 1
         kind = self._kind(call)
         wanted = kind.wanted
-        plans = PlacedPlans(self._twin, self._homes, self.options, call, wanted, guard, kind.came)
+        plans = PlacedPlans(self._twin, self._homes, self.options, call, wanted, guard, self._lock, kind.came)
         if wanted is None:
             kind.default = plans.wanted
         self._cache.leave_out(guard, plans.changed)
@@ -205,6 +211,14 @@ class PlacedCalls:
 
     def _name(self) -> str:
         return type(self._twin).__name__
+
+
+def _order(tensor: Tensor) -> tuple[int, ...]:
+    """How a tensor lies in memory: its dimensions from the outermost on; nothing for a contiguous one."""
+    if tensor.is_contiguous():
+        return ()
+    strides = tensor.stride()
+    return tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
 
 
 def _library_of(hook: object) -> str:
@@ -232,7 +246,7 @@ def read_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], modes: Sequence[
                 raise Unfit(f"an argument is a {type(leaf).__name__} of layout {leaf.layout} on {leaf.device}")
             if grades and leaf.requires_grad:
                 graded.append(i)
-            described.append((leaf.dtype, leaf.dim(), grades and leaf.requires_grad))
+            described.append((leaf.dtype, leaf.dim(), _order(leaf), grades and leaf.requires_grad))
         elif isinstance(leaf, _SCALARS):
             described.append((type(leaf), repr(leaf)))
         else:

@@ -95,16 +95,14 @@ def place(
     refuse_model(model, "place")
     if is_placed(model):
         raise CaptureError("place: the model is placed already", fix="let it go by model.placement.undo() first")
-    if hasattr(model, "placement"):
-        raise CaptureError(
-            "place: the model has an attribute 'placement' of its own", fix="rename the attribute, or place its parts"
-        )
-    _check(inputs, kwargs, backward)
+    _check(inputs, kwargs, backward, allow_changes)
+    if limits is None and (tuple(options) != _OPTIONS or topology is not None):
+        raise PassError("place: options and topology are for a placement within limits", fix="give limits")
+    if loss is None and targets:
+        raise CaptureError("place: targets are given, but no loss", fix="pass loss=, or leave targets out")
     if limits is not None and device_map is not None:
         raise PassError("place: limits and device_map are both given", fix="leave one of them out")
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if is_lazy(tensor):
-            raise CaptureError(f"place: {name!r} has no shape yet", fix="call the model once with a batch")
+    _check_model(model)
     params = {name: param for name, param in model.named_parameters() if param.requires_grad and backward}
     held = _held(params, optimizer)
     optimizing = read_optimizer_of(optimizer, params.values())
@@ -134,14 +132,32 @@ def place(
     return model
 
 
-def _check(inputs: object, kwargs: object, backward: object) -> None:
+def _check(inputs: object, kwargs: object, backward: object, allow_changes: object) -> None:
     """Refuse arguments of another kind."""
     if isinstance(inputs, torch.Tensor) or not isinstance(inputs, Sequence):
         raise CaptureError(f"place: inputs is a {type(inputs).__name__}, not a tuple", fix="write (x,)")
     if not isinstance(kwargs, Mapping | None):
         raise CaptureError(f"place: kwargs is a {type(kwargs).__name__}, not a dict", fix='write {"x": x}')
+    if isinstance(allow_changes, str) or not isinstance(allow_changes, Iterable):
+        raise CaptureError(f"place: allow_changes is {allow_changes!r}", fix='write ("counter",)')
     if type(backward) is not bool:
         raise CaptureError(f"place: backward is {backward!r}", fix="give True or False")
+
+
+def _check_model(model: torch.nn.Module) -> None:
+    """Refuse a model that cannot be placed, whatever its class."""
+    if hasattr(model, "placement"):
+        raise CaptureError(
+            "place: the model has an attribute 'placement' of its own", fix="rename the attribute, or place its parts"
+        )
+    for name, module in model.named_modules():
+        if name and is_placed(module):
+            raise CaptureError(f"place: {name!r} is placed already", fix=f"let {name!r} go by placement.undo() first")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise CaptureError(f"place: {name!r} has no shape yet", fix="call the model once with a batch")
+        if tensor.is_meta:
+            raise CaptureError(f"place: {name!r} is on meta, so it has no data", fix="give the model data first")
 
 
 def _within(placement: Placement, placed: Callable[[Mapping[DeviceName, int]], Placement]) -> Placement:

@@ -62,15 +62,15 @@ class Optimizing(NamedTuple):
             for fake in fakes.values():
                 fake.requires_grad_()
                 fake.grad = torch.empty_like(fake)
-            optimizer = self.make(list(fakes.values()))
             try:
+                optimizer = self.make(list(fakes.values()))
                 optimizer.step()  # makes the state
                 with _Peak() as peak:
                     optimizer.step()
             except Exception as e:
                 raise CaptureError(
-                    f"place: a step of {type(optimizer).__name__} cannot be made without data: {e}",
-                    fix="leave optimizer out, and leave room for its step by reserve",
+                    f"place: a step of the optimizer cannot be made without data: {e}",
+                    fix="leave optimizer out, and leave room for its state and its step",
                 ) from e
         found = {}
         for name, fake in fakes.items():
@@ -125,7 +125,11 @@ def read_optimizer_of(given: object, params: Iterable[torch.Tensor]) -> Optimizi
     if given is None:
         return None
     if isinstance(given, torch.optim.Optimizer):
-        return Optimizing(lambda fakes: _like(given, list(params), fakes))
+        own = list(params)
+        known = set(map(id, own))
+        if not any(id(param) in known for group in given.param_groups for param in group["params"]):
+            raise CaptureError("place: the optimizer has none of the model's parameters", fix="give the model's")
+        return Optimizing(lambda fakes: _like(given, own, fakes))
     classes = {
         name.lower(): cls
         for name, cls in vars(torch.optim).items()

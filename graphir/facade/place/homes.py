@@ -144,7 +144,9 @@ def _moves(device_map: Mapping[str, DeviceName]) -> dict[str, str]:
     Raises:
         PassError: it is none, or leaves something on disk.
     """
-    if not isinstance(device_map, Mapping) or not device_map:
+    if device_map == {}:
+        raise PassError("place: device_map is empty", fix='write device_map={"": 0} for one device')
+    if not isinstance(device_map, Mapping):
         raise PassError(
             f"place: device_map is a {type(device_map).__name__}, not a dict of modules and devices",
             fix='write device_map={"encoder": 0, "decoder": 1}, or give limits',

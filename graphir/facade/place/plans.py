@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -109,6 +110,7 @@ class PlacedPlans:
         wanted: the positions of the outputs whose gradients the backward takes, among the leaves of all; None: all that
             need one, or the scalars among these.
         guard: of the model as it is.
+        lock: of the model's calls.
         told: called in each backward with the positions of the outputs for which gradients came.
 
     Attributes:
@@ -132,11 +134,13 @@ class PlacedPlans:
         call: PlacedCall,
         wanted: tuple[int, ...] | None,
         guard: ModuleGuard,
+        lock: AbstractContextManager[Any],
         told: Callable[[tuple[int, ...]], None],
     ) -> None:
         self._shape = _Returned()
         captured, whole = _captured(twin, options, call, wanted, self._shape)
-        needing = whole.interface.differentiable
+        needing = _each_once(whole) if whole.interface.differentiable else ()
+        self._needing = set(whole.interface.differentiable)
         assert isinstance(captured.witness, StepWitness)  # it was captured here
         self.wanted = captured.interface.differentiable
         self.changed, lent = captured.witness.changed, captured.witness.lend()
@@ -160,6 +164,8 @@ class PlacedPlans:
             raise CaptureError("the model returns no tensor")
         self._returned = returned
         self._leaves = [(f.value, None if f.blob is None else returned.index(f.blob)) for f in fetches]
+        graded = {i for position, (_, i) in enumerate(self._leaves) if position in self._needing}
+        self._stopped = [k for k, (_, i) in enumerate(self._leaves) if i in graded and k not in self._needing]
         blobs = forward.step.blobs
         external = {blobs[name].storage for name in forward.step.external_inputs}
         self._copied = [blobs[name].storage in external for name in returned]
@@ -189,6 +195,7 @@ class PlacedPlans:
                 [str(feed.blob) for feed in forward.interface.feeds],
                 call.graded,
                 Earlier(twin, guard, self._state.overwritten, list(kept.values()), "the model"),
+                lock,
                 self._random,
                 told,
             )
@@ -217,7 +224,9 @@ class PlacedPlans:
             outputs: Sequence[Tensor] = self._outputs(run())
         else:
             outputs = _Node.apply(self, run, *self._node.params.values(), *call.tensors)  # type: ignore[attr-defined]
-        leaves = [value if i is None else outputs[i] for value, i in self._leaves]
+        leaves: list[Any] = [value if i is None else outputs[i] for value, i in self._leaves]
+        for position in self._stopped:
+            leaves[position] = leaves[position].detach()
         return self._shape.whole(leaves)
 
     def _run(self, call: PlacedCall, dims: Dims, given: Sequence[Tensor], step: int) -> _Ran:
@@ -233,7 +242,7 @@ class PlacedPlans:
     def _outputs(self, ran: _Ran) -> list[Tensor]:
         """What the model returns of its tensors; those that are the caller's or the model's own are copied."""
         found = [ran.values[name] for name in self._returned]
-        return [tensor.clone() if copied else tensor for tensor, copied in zip(found, self._copied, strict=True)]
+        return [t.clone() if copied else _alias(t) for t, copied in zip(found, self._copied, strict=True)]
 
 
 class _Backward:
@@ -252,6 +261,7 @@ class _Backward:
         feeds: of each leaf that the model is given, the blob.
         graded: the positions of those that need a gradient.
         earlier: the model as it was, to run once more.
+        lock: held meanwhile: no other thread captures the model then.
         random: whether the model draws.
         told: called in each backward with the positions of the leaves for which gradients came.
     """
@@ -270,11 +280,12 @@ class _Backward:
         feeds: Sequence[str],
         graded: Sequence[int],
         earlier: Earlier,
+        lock: AbstractContextManager[Any],
         random: bool,
         told: Callable[[tuple[int, ...]], None],
     ) -> None:
         self._twin, self._function, self._told = twin, function, told
-        self._earlier, self._random = earlier, random
+        self._earlier, self._lock, self._random = earlier, lock, random
         self.visible, self.consumed, self._checked = visible, consumed, checked
         backward: Program = halves.backward
         self._blobs = backward.step.blobs
@@ -283,7 +294,7 @@ class _Backward:
         self._expected = sorted({i for i in self._slots.values() if i is not None})
         leaf_of = {number: leaf for leaf, number in reversed(list(enumerate(of_leaf))) if number is not None}
         self._leaf_of = leaf_of
-        self.differentiable = [of_leaf[i] for i in needing]
+        self.differentiable = {of_leaf[i] for i in needing}
         gradients = backward.interface.gradients
         self.params = params
         keys = read_structure(str(backward.interface.results)).keys
@@ -295,8 +306,12 @@ class _Backward:
         self._order = [order[name] for name in function.inputs]
         self._given = [(i, self._blobs[slot]) for slot, i in self._slots.items() if i is not None]
 
-    def keep(self, ctx: Any, ran: _Ran) -> None:
+    def keep(self, ctx: Any, ran: _Ran, outputs: Sequence[Tensor]) -> None:
         """Keep what the backward reads: what others may overwrite by torch, which says so then."""
+        # An output that was a view of something that is saved has a version of its own.
+        memory = {ran.values[name].untyped_storage()._cdata for name in self.visible}
+        aliases = [t.detach() for t in outputs if t.untyped_storage()._cdata in memory]
+        ctx.aliases, ctx.written = aliases, [t._version for t in aliases]
         ctx.save_for_backward(*[ran.values[name] for name in self.visible])
         ctx.checked = [tensor._version for tensor in self._checked]
         ctx.hidden = [ran.values[name] for name in self.consumed]
@@ -305,23 +320,29 @@ class _Backward:
 
     def __call__(self, ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """The gradients of :attr:`params`, in their order, and of the call's tensors."""
+        if ctx.ran is None:
+            _raise_freed()
         came = [i for i, grad in enumerate(grads) if grad is not None]
         given = [grads[i] for i in self._expected]
         saved = ctx.saved_tensors  # raises where the graph was freed
         self._told(tuple([self._leaf_of[i] for i in came]))
         if came == self._expected and not torch.is_grad_enabled() and all(map(is_plain, given)):
-            return self._planned(ctx, saved, grads)
-        return self._again(ctx, came, grads)
+            found = self._planned(ctx, saved, grads)
+        else:
+            with self._lock:
+                found = list(self._again(ctx, came, grads))
+        if not _keeps_graph():
+            ctx.ran, ctx.hidden, ctx.aliases = None, None, ()
+        return found
 
     def _planned(self, ctx: Any, saved: Sequence[Tensor], grads: Sequence[Any]) -> list[Tensor | None]:
         ran: _Ran = ctx.ran
         if ctx.hidden is None:
             _raise_freed()
         if [tensor._version for tensor in self._checked] != ctx.checked:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                "parameter or buffer of a placed model that its backward reads"
-            )
+            _raise_modified("a parameter or buffer of a placed model that its backward reads")
+        if [tensor._version for tensor in ctx.aliases] != ctx.written:
+            _raise_modified("an output of a placed model that its backward reads")
         values = [*saved, *ctx.hidden]
         values += [_laid_out(grads[i], *bound_layout(blob, ran.dims)) for i, blob in self._given]
         inputs: list[Any] = [values[i] for i in self._order]
@@ -340,18 +361,20 @@ class _Backward:
         ran: _Ran = ctx.ran
         create, call, given = torch.is_grad_enabled(), ran.call, [grads[i] for i in came]
         if call.versions() != ctx.given:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: an "
-                "argument of a placed model, whose backward runs the model once more"
-            )
-        wanted = [*self.params.values(), *call.tensors]
-        with requiring_gradients(wanted), _unhooked(self.params.values()):
+            _raise_modified("an argument of a placed model, whose backward runs the model once more")
+        leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
+        with torch.enable_grad():
+            for i in call.graded:  # a gradient of a tensor itself would call the tensor's hooks, as the node's will
+                leaves[i] = leaves[i].view_as(leaves[i])
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        wanted = [*self.params.values(), *[leaves[i] for i in call.graded]]
+        with requiring_gradients(self.params.values()), _unhooked(self.params.values()):
             with torch.enable_grad(), self._earlier.again(ctx.versions, ran.before):
                 drawn = seeded(ran.step) if self._random else contextlib.nullcontext()
                 with across(self._twin), drawn:
-                    output = self._twin(*call.args, **call.kwargs)
-                leaves = _Returned().leaves(output)
-                outputs = [leaves[self._leaf_of[i]] for i in came]
+                    output = self._twin(*args, **kwargs)
+                returned = _Returned().leaves(output)
+                outputs = [returned[self._leaf_of[i]] for i in came]
             return torch.autograd.grad(outputs, wanted, given, create_graph=create, allow_unused=True)
 
 
@@ -371,7 +394,7 @@ class _Node(torch.autograd.function._SingleLevelFunction):
         ctx.set_materialize_grads(False)
         if len(node.differentiable) < len(outputs):
             ctx.mark_non_differentiable(*[t for i, t in enumerate(outputs) if i not in node.differentiable])
-        node.keep(ctx, ran)
+        node.keep(ctx, ran, outputs)
         return tuple(outputs)
 
     @staticmethod
@@ -392,18 +415,44 @@ def _captured(
     made = partial(capture, twin, args, kwargs=kwargs, output=shape.leaves, **options)
     graded = torch.is_grad_enabled() and (bool(call.graded) or any(p.requires_grad for p in twin.parameters()))
     if not graded:
-        return (program := made()), program
+        _refuse_attributes(program := made(), options)
+        return program, program
     try:
         program = made(backward=True)
     except CaptureError as e:
         if not e.what.startswith("no output of the model needs a gradient"):
             raise
         return (program := made()), program
-    needing = program.interface.differentiable
+    _refuse_attributes(program, options)
+    needing = _each_once(program)
     if wanted is None:
         # Whoever asks a model for its loss calls backward on the loss alone.
         wanted = tuple([i for i in needing if _is_scalar(program, i)]) or needing
-    return (program if wanted == needing else made(backward=wanted)), program
+    same = wanted == program.interface.differentiable
+    return (program if same else made(backward=wanted)), program
+
+
+def _refuse_attributes(program: Program, options: Mapping[str, Any]) -> None:
+    """Refuse a model whose forward leaves something on it that its user may read: the plans would not."""
+    assert isinstance(program.witness, StepWitness)  # it was captured here
+    for name in program.witness.changed:
+        if (
+            isinstance(name, str)
+            and name not in options["allow_changes"]
+            and not name.rpartition(".")[2].startswith("_")
+        ):
+            raise CaptureError(
+                f"forward leaves {name!r} on the model, which a plan would not do",
+                fix=f"return it, or pass allow_changes=({name!r},) if nobody reads it",
+            )
+
+
+def _each_once(program: Program) -> tuple[int, ...]:
+    """The positions of the outputs that need a gradient; of those that are one tensor, the first."""
+    first: dict[str | None, int] = {}
+    for position in program.interface.differentiable:
+        first.setdefault(program.interface.fetches[position].blob, position)
+    return tuple(first.values())
 
 
 def _is_scalar(program: Program, position: int) -> bool:
@@ -430,6 +479,14 @@ def _unhooked(params: Iterable[Tensor]) -> Iterator[None]:
             table.update(hooks)
 
 
+def _alias(tensor: Tensor) -> Tensor:
+    """A tensor in the same memory that is no view: autograd takes no write into a view that a node has made."""
+    if not tensor._is_view():
+        return tensor
+    made = tensor.new_empty(0)
+    return made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
 def _laid_out(grad: Tensor, size: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
     """A gradient with the strides that the plan takes."""
     if grad.stride() == strides:
@@ -441,6 +498,12 @@ def _keeps_graph() -> bool:
     """Whether this backward keeps the graph for another one."""
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if asked is None else bool(asked())
+
+
+def _raise_modified(what: str) -> NoReturn:
+    raise RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: {what}"
+    )
 
 
 def _raise_freed() -> NoReturn:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 
 from ...errors import CaptureError
 
@@ -57,6 +59,8 @@ def swap(model: torch.nn.Module, placed: Placer) -> None:
 
     @functools.wraps(plain.forward)
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return plain.forward(self, *args, **kwargs)
         return placed.call(args, kwargs)
 
     forward.__signature__ = inspect.signature(plain.forward)  # type: ignore[attr-defined]
@@ -108,11 +112,11 @@ def _subclass(plain: type[torch.nn.Module], body: Mapping[str, Any]) -> type[tor
     try:
         made: type[torch.nn.Module] = type(plain)(plain.__name__, (plain,), dict(body))  # type: ignore[misc]
         return made
-    except TypeError as e:
+    except Exception as e:  # of __init_subclass__, or a metaclass
         raise _refused(plain, e) from e
 
 
-def _refused(plain: type[torch.nn.Module], error: TypeError) -> CaptureError:
+def _refused(plain: type[torch.nn.Module], error: Exception) -> CaptureError:
     return CaptureError(
         f"place: the class {plain.__qualname__} cannot be that of a placed model: {error}",
         fix="compile its step instead, or place a module that has the model inside",
@@ -131,7 +135,12 @@ def twin_of(model: torch.nn.Module) -> torch.nn.Module:
     plain = plain_class(model)
 
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return plain.forward(self, *args, **kwargs)
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
+        before = [tensor._version for tensor in given]
+        output = plain.forward(self, *args, **kwargs)
+        if [tensor._version for tensor in given] != before:  # it is being recorded
+            raise CaptureError("forward overwrites an argument, which a plan would not do", fix="write into a copy")
+        return output
 
     body = {
         "__module__": plain.__module__,
