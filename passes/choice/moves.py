@@ -17,7 +17,7 @@ from graphir.ir.operator import Operator
 from graphir.ir.program import Program
 
 from ..activations import activation_names
-from ..base import build, parse_pipeline
+from ..base import Pass, build, parse_pipeline
 from ..park import LATER, Park
 from ..recompute import Recompute
 from ..saved import unsaved, uses_of
@@ -52,19 +52,25 @@ def repeated(program: Program, pipeline: str) -> Program:
 
 
 def back_late(program: Program, placed: Program) -> Program | None:
-    """A placed program with what is parked back as late as it may be, which holds the least and makes a device wait;
-    None where nothing is parked.
+    """A placed program with parked activations back as late as they may be, which holds the least and makes a device
+    wait; None where none is parked. Of state no more than two trips are under way as it is.
 
     Args:
         program: before it was placed.
         placed: its history has the passes that placed it.
     """
     made = parse_pipeline(" | ".join(placed.history[len(program.history) :]))
-    if not any(isinstance(one, Park) and one.ahead is None for one in made):
+    blobs = program.step.blobs
+    state = {n.rpartition(".")[2] for n in program.step.external_inputs if blobs[n].role == "state"}
+
+    def is_early(one: Pass) -> bool:
+        return isinstance(one, Park) and one.ahead is None and state.isdisjoint(w.rpartition(".")[2] for w in one.what)
+
+    if not any(map(is_early, made)):
         return None
     found = program
     for one in made:
-        late = isinstance(one, Park) and one.ahead is None
+        late = is_early(one)
         found = (build(ParkedQuietly, **{**dict(one), "ahead": LATER}) if late else one).recorded(found)
     return found
 

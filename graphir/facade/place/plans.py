@@ -114,7 +114,6 @@ class PlacedPlans:
         told: called in each backward with the positions of the outputs for which gradients came.
 
     Attributes:
-        captured: the program, without state.
         wanted: the positions of the outputs whose gradients the backward takes.
         certificate: that the placed program computes what the captured one does.
         plans: that of the forward, and that of the backward if there is one.
@@ -146,7 +145,6 @@ class PlacedPlans:
         self.changed, lent = captured.witness.changed, captured.witness.lend()
         program = homes.placed(captured)
         self.certificate: Certificate = certify(captured, program)
-        self.captured = captured.with_(state={})
         program = program.with_(state={})
         entries = {entry.name: entry.tensor for entry in read_state(twin, hooked=True).tensors}
         halves = split_backward(program) if needing else None
