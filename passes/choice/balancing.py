@@ -54,6 +54,9 @@ many seconds while none keeps within the limits, and while only so few were judg
 one of micro-batches that flow, which groups do not see. Before another search, what few plans take to be made is not
 counted."""
 
+_QUICK: Final = 0.01
+"""The part of the seconds of a search that a plan may take so that each is tried in two ways before it."""
+
 _LEAST_BY_HAND: Final = 12
 _PLAN: Final = 60
 _OPERATORS: Final = 10
@@ -191,6 +194,7 @@ class Balancing:
 
         try:
             while not enough():
+                self.hands.late = self.searches.ended or self.plans_are_quick()
                 if next(self.trying, self) is self:
                     break
         except KeyboardInterrupt:  # as in a search: the best so far
@@ -309,7 +313,13 @@ class Balancing:
                 break
             near = any(attempt.found.outcome.over <= _HOPELESS for attempt in attempts)
             self.searches.wanting = near and not self.fits and not self.is_late()
+        if not self.fits and self.nearest is not None and not self.interrupted and not self.is_late():
+            self.emit_later(*self.nearest)
         return attempts
+
+    def plans_are_quick(self) -> bool:
+        """Whether there is time for a second plan of each that exceeds the limits."""
+        return self.asked.budget.evaluations is not None or self.plans.seconds <= _QUICK * self.asked.budget.seconds
 
     def is_quick(self, begun: float) -> bool:
         """Whether there is time for plans between rounds."""
@@ -383,6 +393,18 @@ class Balancing:
         now = one.program is self.program
         if known is None or one.seconds < known[1].seconds or (now and one.seconds == known[1].seconds):
             self.best = attempt, self.plans.fastest(one, self.is_late)
+
+    def emit_later(self, attempt: Attempt, one: Emitted) -> None:
+        """Know a plan that exceeds the limits with what is parked back late; see :meth:`.Plans.later`."""
+        found = self.plans.later(one.program, one.peaks)
+        if found is None:
+            return
+        program, judged = found
+        late = Emitted(one.choice, program, *judged[:4])
+        if self.plans.excess(late.peaks):
+            self.nearest = attempt, late
+        else:
+            self.best = attempt, self.plans.fastest(late, self.is_late)
 
     def slow(self) -> bool:
         """Whether some plans are within the limits, and all of these take longer than their groups say."""

@@ -114,6 +114,7 @@ class ByHand:
 
     Attributes:
         on_host: the drafts with modules on the host.
+        late: whether a plan that exceeds the limits is also judged with what is parked back late.
         best: the fastest so far that keeps within the limits.
         nearest: the one whose limits would have to be multiplied by the least.
     """
@@ -140,6 +141,7 @@ class ByHand:
         self.more: dict[object, Mapping[Device, int]] = {}
         self.said: dict[tuple[str, ...], float] = {}
         self.on_host: set[Draft] = set()
+        self.late = False
         self.best: Hand | None = None
         self.nearest: Hand | None = None
 
@@ -346,7 +348,10 @@ class ByHand:
     def made(self, draft: Draft) -> Hand | None:
         """A draft as a plan."""
         try:
-            program, judged = self.plans.within(self.drafts.placed(draft), timed=False)
+            program = self.drafts.placed(draft)
+            judged = self.plans.as_it_is if program is self.plans.program else self.plans.judged(program, timed=False)
+            if self.late:
+                program, judged = self.plans.later(program, judged.peaks) or (program, judged)
         except PassError:
             return None  # a pattern that the pass refuses, or what cannot be repeated
         return self.kept(Hand(draft, program, judged, says(draft)))

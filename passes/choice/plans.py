@@ -151,18 +151,19 @@ class Plans:
 
     def made(self, grouped: Grouped, choice: Choice) -> Emitted:
         """The same, anew."""
-        program, judged = self.within(placed(self.program, grouped, choice))
+        program = placed(self.program, grouped, choice)
+        judged = self.as_it_is if program is self.program else self.judged(program)
         return Emitted(choice, program, *judged[:4])
 
-    def within(self, program: Program, *, timed: bool = True) -> tuple[Program, Judged]:
-        """A placed program and what it comes to; where its plan would exceed the limits, with what is parked back late,
-        if that holds less beyond them. What exceeds them all the same is *timed* where that is asked for."""
-        judged = self.as_it_is if program is self.program else self.judged(program, timed=timed)
-        if (excess := self.excess(judged.peaks)) and (late := back_late(self.program, program)) is not None:
-            other = self.judged(late, timed=timed)
-            if self.excess(other.peaks) < excess:
-                return late, other
-        return program, judged
+    def later(self, program: Program, peaks: Mapping[str, int]) -> tuple[Program, Judged] | None:
+        """A placed program whose plan holds *peaks*, with what is parked back late, and what that comes to; None where
+        it holds no less beyond the limits."""
+        excess = self.excess(peaks)
+        late = back_late(self.program, program) if excess else None
+        if late is None:
+            return None
+        judged = self.judged(late, timed=False)
+        return (late, judged) if self.excess(judged.peaks) < excess else None
 
     def judged(self, program: Program, *, timed: bool = True) -> Judged:
         """What a placed program comes to: with shared storage where its plan would exceed the limits. What exceeds them
