@@ -148,7 +148,7 @@ class ReplicationError(GraphirError):
 
 
 class EagerWarning(UserWarning):
-    """Replicas run operator by operator, since the compiled plan cannot stand for them; says why."""
+    """Replicas or a placed model run operator by operator, since no plan can stand for the call; says why."""
 
 
 class PassWarning(UserWarning):

@@ -8,7 +8,7 @@
     outputs  ◀── forward plan ── saved values, of each call its own ──▶ backward plan ──▶ gradients
 
 The model stays what it is: its class becomes a subclass of the same name, whose ``forward`` runs plans on the model's
-own parameters. What no plan can stand for runs the class's own ``forward``.
+own parameters. A call that no plan can stand for runs the class's own ``forward``.
 
 ``swapped`` makes the class, ``homes`` says where the model's state is, ``held`` what devices hold beside plans,
 ``calls`` reads a call and finds its plans, ``plans`` makes and runs them, ``placement`` is what users are told.

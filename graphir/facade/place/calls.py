@@ -85,7 +85,7 @@ class PlacedCalls:
 
     @property
     def plans(self) -> list[PlacedPlans]:
-        """Those that are kept, the last used first."""
+        """The plans that are kept: the last used comes first."""
         return [plans for plans in self._cache.plans if isinstance(plans, PlacedPlans)]
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -150,7 +150,7 @@ class PlacedCalls:
         return (*[module.training for module in guard.modules], *map(id, hooks))
 
     def _run(self, guard: ModuleGuard, call: PlacedCall) -> Any:
-        """What plans return for a call of the module that *guard* holds of, captured if need be.
+        """Run the plans for a call, and return the model's output; capture the model first where no plans fit.
 
         Raises:
             Unfit: there are none.

@@ -19,7 +19,7 @@ from ...ir.device import DeviceName
 from ...ir.text import nbytes_text
 from ..plan_cache.captures import Unfit
 from .calls import PlacedCalls
-from .held import Held, read_optimizer_of
+from .held import Held, Optimizing, read_optimizer_of
 from .homes import Homes
 from .placement import Placement
 from .swapped import is_placed, twin_of
@@ -63,7 +63,7 @@ def place(
     plan, and so does its backward, one node of autograd. Equal calls under equal ``torch.manual_seed`` have equal bits,
     on however many devices.
 
-    What no plan can stand for runs the model's own code, and an :class:`graphir.EagerWarning` says why, once. Calls of
+    A call that no plan can stand for runs the model's own code, and an :class:`graphir.EagerWarning` says why. Calls of
     other sizes, modes or dtypes, and a model that has changed, are captured anew, with every module where it is.
     ``model.placement`` has ``memory()``, ``plans``, ``certificate``, ``balanced``, ``device_map`` and ``undo()``.
 
@@ -104,8 +104,8 @@ def place(
         raise PassError("place: limits and device_map are both given", fix="leave one of them out")
     _check_model(model)
     params = {name: param for name, param in model.named_parameters() if param.requires_grad and backward}
-    held = _held(params, optimizer)
     optimizing = read_optimizer_of(optimizer, params.values())
+    held = _held(params, optimizing)
     modules = dict(model.named_modules())
     capture_options = {"batch_dims": batch_dims, "allow_changes": tuple(allow_changes)}
     if is_on_cuda(binding):
@@ -114,10 +114,11 @@ def place(
 
     def placed(asked: Mapping[DeviceName, int | str] | Mapping[DeviceName, int] | Literal["auto"] | None) -> Placement:
         homes = Homes(asked, device_map, options, topology, binding, held, modules)
-        calls = PlacedCalls(twin_of(model), homes, capture_options)
+        twin = twin_of(model)
+        calls = PlacedCalls(twin, homes, capture_options)
         with torch.set_grad_enabled(backward):
             if loss is not None:
-                step = capture(twin_of(model), given[0], kwargs=given[1], targets=targets, loss=loss, **capture_options)
+                step = capture(twin, given[0], kwargs=given[1], targets=targets, loss=loss, **capture_options)
                 homes.choose(step)
             try:
                 calls.begin(*given)
@@ -191,10 +192,9 @@ def _within(placement: Placement, placed: Callable[[Mapping[DeviceName, int]], P
     )
 
 
-def _held(params: Mapping[str, torch.Tensor], optimizer: object) -> Held:
-    """What is held of parameters beside plans."""
+def _held(params: Mapping[str, torch.Tensor], optimizing: Optimizing | None) -> Held:
+    """The gradients of parameters, and the optimizer's state: a step of the loop holds these beside the plans."""
     gradients = {name: p.numel() * p.element_size() for name, p in params.items()}
-    optimizing = read_optimizer_of(optimizer, params.values())
     if optimizing is None:
         return Held(gradients, {})
     try:

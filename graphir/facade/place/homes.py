@@ -83,8 +83,7 @@ class Homes:
         found = self._placing.placed(weighed(step, self.held))
         self._placing.keep(found)
         self.device_map, self._first = found.device_map, found.pipeline
-        placed = Pipeline(found.pipeline)(step) if found.pipeline else step
-        self.step = emit(inject_copies(placed))
+        self.step = emit(inject_copies(_by(found.pipeline, step)))
 
     def placed(self, captured: Program) -> Program:
         """A captured program on its devices, with copies.
@@ -106,12 +105,12 @@ class Homes:
         if self._first is not None:
             pipeline, self._first = self._first, None
             with contextlib.suppress(PassError):  # names that the program of the loss alone has
-                return Pipeline(pipeline)(captured) if pipeline else captured
+                return _by(pipeline, captured)
         found = placing.placed(weighed(captured, self.held))
         if not self._known:
             self.device_map = found.device_map
         placing.keep(found)
-        return Pipeline(found.pipeline)(captured) if found.pipeline else captured
+        return _by(found.pipeline, captured)
 
     def _moved(self, captured: Program) -> Program:
         assert self._moves is not None
@@ -136,6 +135,11 @@ class Homes:
                 if other.startswith(f"{path}."):
                     return device
         return gpu(0)
+
+
+def _by(pipeline: str, program: Program) -> Program:
+    """A program after a pipeline, whose text is empty where a placement moves nothing."""
+    return Pipeline(pipeline)(program) if pipeline else program
 
 
 def _moves(device_map: Mapping[str, DeviceName]) -> dict[str, str]:

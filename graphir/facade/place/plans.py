@@ -139,7 +139,7 @@ class PlacedPlans:
         self._shape = _Returned()
         captured, whole = _captured(twin, options, call, wanted, self._shape)
         needing = _each_once(whole) if whole.interface.differentiable else ()
-        self._needing = set(whole.interface.differentiable)
+        differentiable = set(whole.interface.differentiable)
         assert isinstance(captured.witness, StepWitness)  # it was captured here
         self.wanted = captured.interface.differentiable
         self.changed, lent = captured.witness.changed, captured.witness.lend()
@@ -162,8 +162,8 @@ class PlacedPlans:
             raise CaptureError("the model returns no tensor")
         self._returned = returned
         self._leaves = [(f.value, None if f.blob is None else returned.index(f.blob)) for f in fetches]
-        graded = {i for position, (_, i) in enumerate(self._leaves) if position in self._needing}
-        self._stopped = [k for k, (_, i) in enumerate(self._leaves) if i in graded and k not in self._needing]
+        graded = {i for position, (_, i) in enumerate(self._leaves) if position in differentiable}
+        self._stopped = [k for k, (_, i) in enumerate(self._leaves) if i in graded and k not in differentiable]
         blobs = forward.step.blobs
         external = {blobs[name].storage for name in forward.step.external_inputs}
         self._copied = [blobs[name].storage in external for name in returned]
