@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from graphir.runtime.machine.surroundings import FORKS, follow_forks
+from graphir.runtime.machine.surroundings import follow_forks
 
-from ...capturing.isolate.global_state import SETTINGS
 from ...errors import CoverageError, EagerWarning, GraphirError, RecaptureWarning, RunError, SessionError, warn
-from ...ir.tensor import PLAIN
 from ...parallel.calls import watched
 from ..plan_cache import ModuleGuard, PlanCache, told
 from ..plan_cache.captures import Captures, Unfit
 from .across import across
+from .call import PlacedCall, read_call
 from .homes import Homes
-from .plans import PlacedCall, PlacedPlans
+from .plans import PlacedPlans
 
 __all__ = ["PlacedCalls"]
 
@@ -36,9 +34,6 @@ _MOST_KINDS: Final = 64
 
 _MARKS: Final = ("_is_accelerate_prepared", "forward")
 """Attributes of a model that no plan depends on: what libraries note, and what they put around its ``forward``."""
-
-_SCALARS: Final = (bool, int, float, str, type(None))
-_FLAT: Final = (Tensor, *_SCALARS)
 
 _OTHER_KINDS: Final = "calls are of other kinds again and again, by shapes, numbers among the arguments, or modes"
 _OTHER_OUTPUTS: Final = "gradients come for other outputs again and again"
@@ -213,44 +208,7 @@ class PlacedCalls:
         return type(self._twin).__name__
 
 
-def _order(tensor: Tensor) -> tuple[int, ...]:
-    """How a tensor lies in memory: its dimensions from the outermost on; nothing for a contiguous one."""
-    if tensor.is_contiguous():
-        return ()
-    strides = tensor.stride()
-    return tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
-
-
 def _library_of(hook: object) -> str:
     """The package that a hook comes from."""
     module = getattr(hook, "__module__", None) or type(hook).__module__
     return str(module).partition(".")[0]
-
-
-def read_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], modes: Sequence[Hashable]) -> PlacedCall:
-    """Read a call.
-
-    Raises:
-        Unfit: no plan can stand for such a call.
-    """
-    leaves: list[Any] = [*args, *kwargs.values()]
-    spec: Hashable = len(args), tuple(kwargs)
-    if not all(isinstance(leaf, _FLAT) for leaf in leaves):  # taking structures apart takes as long as a short plan
-        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-    graded: list[int] = []
-    described: list[Hashable] = []
-    grades = torch.is_grad_enabled()
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            if type(leaf) not in PLAIN or leaf.layout != torch.strided or leaf.is_meta:
-                raise Unfit(f"an argument is a {type(leaf).__name__} of layout {leaf.layout} on {leaf.device}")
-            if grades and leaf.requires_grad:
-                graded.append(i)
-            described.append((leaf.dtype, leaf.dim(), _order(leaf), grades and leaf.requires_grad))
-        elif isinstance(leaf, _SCALARS):
-            described.append((type(leaf), repr(leaf)))
-        else:
-            raise Unfit(f"an argument has a {type(leaf).__name__} in it")
-    settings = tuple([setting.get() for setting in SETTINGS.values()])
-    state = tuple(modes), torch.is_inference_mode_enabled(), torch.get_num_threads(), FORKS[0]
-    return PlacedCall(args, dict(kwargs), leaves, tuple(graded), (spec, tuple(described), settings, state))

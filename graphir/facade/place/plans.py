@@ -20,7 +20,6 @@ from graphir.runtime.interface.structure import read_structure
 from graphir.runtime.interface.witness import witness_of
 
 from ...analysis.certify import Certificate, certify
-from ...capturing.capture import capture
 from ...capturing.intake.state import read_state
 from ...capturing.seeded import seeded
 from ...capturing.witness import StepWitness
@@ -30,39 +29,14 @@ from ...ir.plan import Plan
 from ...ir.program import Program
 from ...ir.size import Dims
 from ...parallel.again import Earlier, is_plain, requiring_gradients
-from ...parallel.containers import Containers
 from ...parallel.lent_state import LentState
 from ..plan_cache import ModuleGuard
 from .across import across
+from .call import PlacedCall
+from .captured import Returned, each_once, programs_of
 from .homes import Homes
 
-__all__ = ["PlacedCall", "PlacedPlans"]
-
-
-class PlacedCall(NamedTuple):
-    """A call of a placed model.
-
-    Attributes:
-        args, kwargs: as given.
-        leaves: of both, in their order.
-        graded: the positions of the leaves that need a gradient, where gradients are computed.
-        kind: equal for calls that one plan may stand for.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    leaves: Sequence[Any]
-    graded: tuple[int, ...]
-    kind: Any
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The leaves that need a gradient."""
-        return [self.leaves[i] for i in self.graded]
-
-    def versions(self) -> list[int]:
-        """The versions of the tensors among the leaves."""
-        return [t._version for t in self.leaves if isinstance(t, Tensor) and not t.is_inference()]
+__all__ = ["PlacedPlans"]
 
 
 class _Ran(NamedTuple):
@@ -81,22 +55,6 @@ class _Ran(NamedTuple):
     step: int
     values: dict[str, Tensor]
     before: Sequence[Tensor]
-
-
-class _Returned:
-    """What a model returns, taken apart to its leaves, and put together of others."""
-
-    def __init__(self) -> None:
-        self._containers, self._spec = Containers(), pytree.tree_structure(None)
-
-    def leaves(self, output: Any) -> list[Any]:
-        """The leaves of an output."""
-        leaves, self._spec = pytree.tree_flatten(self._containers.opened(output))
-        return leaves
-
-    def whole(self, leaves: Sequence[Any]) -> Any:
-        """An output with these leaves, of the structure that :meth:`leaves` gave."""
-        return self._containers.closed(pytree.tree_unflatten(leaves, self._spec))
 
 
 class PlacedPlans:
@@ -136,9 +94,9 @@ class PlacedPlans:
         lock: AbstractContextManager[Any],
         told: Callable[[tuple[int, ...]], None],
     ) -> None:
-        self._shape = _Returned()
-        captured, whole = _captured(twin, options, call, wanted, self._shape)
-        needing = _each_once(whole) if whole.interface.differentiable else ()
+        self._shape = Returned()
+        captured, whole = programs_of(twin, options, call, wanted, self._shape)
+        needing = each_once(whole) if whole.interface.differentiable else ()
         differentiable = set(whole.interface.differentiable)
         assert isinstance(captured.witness, StepWitness)  # it was captured here
         self.wanted = captured.interface.differentiable
@@ -371,7 +329,7 @@ class _Backward:
                 drawn = seeded(ran.step) if self._random else contextlib.nullcontext()
                 with across(self._twin), drawn:
                     output = self._twin(*args, **kwargs)
-                returned = _Returned().leaves(output)
+                returned = Returned().leaves(output)
                 outputs = [returned[self._leaf_of[i]] for i in came]
             return torch.autograd.grad(outputs, wanted, given, create_graph=create, allow_unused=True)
 
@@ -398,69 +356,6 @@ class _Node(torch.autograd.function._SingleLevelFunction):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return (None, None, *ctx.node(ctx, grads))
-
-
-def _captured(
-    twin: torch.nn.Module,
-    options: Mapping[str, Any],
-    call: PlacedCall,
-    wanted: tuple[int, ...] | None,
-    shape: _Returned,
-) -> tuple[Program, Program]:
-    """The program of a call, which returns the leaves of a *shape*; and the program whose backward takes the
-    gradients of all outputs that need one."""
-    args, kwargs = pytree.tree_map_only(Tensor, _leaf, (call.args, call.kwargs))
-    made = partial(capture, twin, args, kwargs=kwargs, output=shape.leaves, **options)
-    graded = torch.is_grad_enabled() and (bool(call.graded) or any(p.requires_grad for p in twin.parameters()))
-    if not graded:
-        _refuse_attributes(program := made(), options)
-        return program, program
-    try:
-        program = made(backward=True)
-    except CaptureError as e:
-        if not e.what.startswith("no output of the model needs a gradient"):
-            raise
-        return (program := made()), program
-    _refuse_attributes(program, options)
-    needing = _each_once(program)
-    if wanted is None:
-        # Whoever asks a model for its loss calls backward on the loss alone.
-        wanted = tuple([i for i in needing if _is_scalar(program, i)]) or needing
-    same = wanted == program.interface.differentiable
-    return (program if same else made(backward=wanted)), program
-
-
-def _refuse_attributes(program: Program, options: Mapping[str, Any]) -> None:
-    """Refuse a model whose forward leaves something on it that its user may read: the plans would not."""
-    assert isinstance(program.witness, StepWitness)  # it was captured here
-    for name in program.witness.changed:
-        if (
-            isinstance(name, str)
-            and name not in options["allow_changes"]
-            and not name.rpartition(".")[2].startswith("_")
-        ):
-            raise CaptureError(
-                f"forward leaves {name!r} on the model, which a plan would not do",
-                fix=f"return it, or pass allow_changes=({name!r},) if nobody reads it",
-            )
-
-
-def _each_once(program: Program) -> tuple[int, ...]:
-    """The positions of the outputs that need a gradient; of those that are one tensor, the first."""
-    first: dict[str | None, int] = {}
-    for position in program.interface.differentiable:
-        first.setdefault(program.interface.fetches[position].blob, position)
-    return tuple(first.values())
-
-
-def _is_scalar(program: Program, position: int) -> bool:
-    blob = program.interface.fetches[position].blob
-    return blob is not None and program.step.blobs[blob].shape == ()
-
-
-def _leaf(given: Tensor) -> Tensor:
-    """A tensor without history."""
-    return given.detach().requires_grad_(given.requires_grad)
 
 
 @contextlib.contextmanager

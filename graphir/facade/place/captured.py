@@ -1,0 +1,99 @@
+"""The program of one kind of call of a placed model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ...capturing.capture import capture
+from ...capturing.witness import StepWitness
+from ...errors import CaptureError
+from ...ir.program import Program
+from ...parallel.containers import Containers
+from .call import PlacedCall
+
+__all__ = ["Returned", "each_once", "programs_of"]
+
+
+class Returned:
+    """What a model returns, taken apart to its leaves, and put together of others."""
+
+    def __init__(self) -> None:
+        self._containers, self._spec = Containers(), pytree.tree_structure(None)
+
+    def leaves(self, output: Any) -> list[Any]:
+        """The leaves of an output."""
+        leaves, self._spec = pytree.tree_flatten(self._containers.opened(output))
+        return leaves
+
+    def whole(self, leaves: Sequence[Any]) -> Any:
+        """An output with these leaves, of the structure that :meth:`leaves` gave."""
+        return self._containers.closed(pytree.tree_unflatten(leaves, self._spec))
+
+
+def programs_of(
+    twin: torch.nn.Module,
+    options: Mapping[str, Any],
+    call: PlacedCall,
+    wanted: tuple[int, ...] | None,
+    shape: Returned,
+) -> tuple[Program, Program]:
+    """The program of a call, which returns the leaves of a *shape*; and the program whose backward takes the
+    gradients of all outputs that need one."""
+    args, kwargs = pytree.tree_map_only(Tensor, _leaf, (call.args, call.kwargs))
+    made = partial(capture, twin, args, kwargs=kwargs, output=shape.leaves, **options)
+    graded = torch.is_grad_enabled() and (bool(call.graded) or any(p.requires_grad for p in twin.parameters()))
+    if not graded:
+        _refuse_attributes(program := made(), options)
+        return program, program
+    try:
+        program = made(backward=True)
+    except CaptureError as e:
+        if not e.what.startswith("no output of the model needs a gradient"):
+            raise
+        return (program := made()), program
+    _refuse_attributes(program, options)
+    needing = each_once(program)
+    if wanted is None:
+        # Whoever asks a model for its loss calls backward on the loss alone.
+        wanted = tuple([i for i in needing if _is_scalar(program, i)]) or needing
+    same = wanted == program.interface.differentiable
+    return (program if same else made(backward=wanted)), program
+
+
+def _refuse_attributes(program: Program, options: Mapping[str, Any]) -> None:
+    """Refuse a model whose forward leaves something on it that its user may read: the plans would not."""
+    assert isinstance(program.witness, StepWitness)  # it was captured here
+    for name in program.witness.changed:
+        if (
+            isinstance(name, str)
+            and name not in options["allow_changes"]
+            and not name.rpartition(".")[2].startswith("_")
+        ):
+            raise CaptureError(
+                f"forward leaves {name!r} on the model, which a plan would not do",
+                fix=f"return it, or pass allow_changes=({name!r},) if nobody reads it",
+            )
+
+
+def each_once(program: Program) -> tuple[int, ...]:
+    """The positions of the outputs that need a gradient; of those that are one tensor, the first."""
+    first: dict[str | None, int] = {}
+    for position in program.interface.differentiable:
+        first.setdefault(program.interface.fetches[position].blob, position)
+    return tuple(first.values())
+
+
+def _is_scalar(program: Program, position: int) -> bool:
+    blob = program.interface.fetches[position].blob
+    return blob is not None and program.step.blobs[blob].shape == ()
+
+
+def _leaf(given: Tensor) -> Tensor:
+    """A tensor without history."""
+    return given.detach().requires_grad_(given.requires_grad)
