@@ -187,7 +187,9 @@ def test_trainer(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Mo
     rows = [torch.randint(64, (12,), generator=draw) for _ in range(16)]
     # Each row is padded: a mask of ones alone is left out by the model's own code, whose kernels round otherwise then.
     masks = [(torch.arange(12) < 9 + i % 3).long() for i in range(16)]
-    data = [{"input_ids": r, "attention_mask": m, "labels": r.where(m > 0, -100)} for r, m in zip(rows, masks)]
+    data = [
+        {"input_ids": r, "attention_mask": m, "labels": r.where(m > 0, -100)} for r, m in zip(rows, masks, strict=True)
+    ]
     batch = {name: torch.stack([row[name] for row in data[:4]]) for name in data[0]}
     arguments = {"per_device_train_batch_size": 4, "report_to": [], "disable_tqdm": True, "use_cpu": True, **options}
 

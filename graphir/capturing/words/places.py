@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
+from ...errors import GraphirError
 from .libraries import Outside
 
-__all__ = ["DENSE", "READS_DATA", "USE_REENTRANT", "described", "in_short", "where"]
+__all__ = ["DENSE", "READS_DATA", "USE_REENTRANT", "described", "in_short", "module_of", "where"]
 
 READS_DATA: Final = (
     "compute with the tensor instead of its number: no .item(), float(), bool() or `if` on tensors; "
@@ -31,6 +33,12 @@ def where(scope: str, line: str = "") -> str:
     """``module 'layer1.0', at models/net.py:42``; ``the model`` for the outermost one."""
     place = {"": "the model", "loss": "the loss function"}.get(scope, f"module {scope!r}")
     return f"{place}, at {line}" if line else place
+
+
+def module_of(error: GraphirError) -> str:
+    """The path of the module in which a step was refused, as :func:`where` says it; empty for the outermost one."""
+    found = re.match(r"module '([^']+)'", error.where)
+    return found[1] if found else ""
 
 
 def described(kind: str, name: str) -> str:

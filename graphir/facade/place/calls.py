@@ -18,6 +18,7 @@ from ..plan_cache import ModuleGuard, PlanCache, told
 from ..plan_cache.captures import Captures, Unfit
 from .across import across
 from .call import PlacedCall, read_call
+from .eager import EagerParts
 from .homes import Homes
 from .plans import PlacedPlans
 
@@ -71,6 +72,7 @@ class PlacedCalls:
 
     def __init__(self, twin: torch.nn.Module, homes: Homes, options: Mapping[str, Any]) -> None:
         self._twin, self._homes, self.options = twin, homes, dict(options)
+        self.eager = EagerParts(twin)
         ignored = (*options.get("allow_changes", ()), *_MARKS)
         self._cache: PlanCache[PlacedPlans | str] = PlanCache({"": twin}, _MOST_PLANS, ignored, in_place=True)
         self._kinds: list[_Kind] = []
@@ -105,8 +107,10 @@ class PlacedCalls:
                 found = self._run(guard, call)
                 self._captures.calls += 1
                 return found
-        except RunError:  # what has failed is to fail in the model's own code, whose error says where
-            pass
+        except RunError as e:  # what has failed is to fail in the model's own code, whose error says where
+            found = self.own(args, kwargs)
+            self._tell(f"a plan has failed where this has not: {e.what}")
+            return found
         except (Unfit, SessionError) as e:
             self._tell(str(e).partition("\n")[0])
         return self.own(args, kwargs)
@@ -181,7 +185,7 @@ class PlacedCalls:
         self._captures.made += 1
         kind = self._kind(call)
         wanted = kind.wanted
-        plans = PlacedPlans(self._twin, self._homes, self.options, call, wanted, guard, self._lock, kind.came)
+        plans = PlacedPlans(self.eager, self._homes, self.options, call, wanted, guard, self._lock, kind.came)
         if wanted is None:
             kind.default = plans.wanted
         self._cache.leave_out(guard, plans.changed)

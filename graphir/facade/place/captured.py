@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ...capturing.capture import capture
 from ...capturing.witness import StepWitness
 from ...errors import CaptureError
 from ...ir.program import Program
 from ...parallel.containers import Containers
 from .call import PlacedCall
+from .eager import EagerParts
 
 __all__ = ["Returned", "each_once", "programs_of"]
 
@@ -37,7 +37,7 @@ class Returned:
 
 
 def programs_of(
-    twin: torch.nn.Module,
+    parts: EagerParts,
     options: Mapping[str, Any],
     call: PlacedCall,
     wanted: tuple[int, ...] | None,
@@ -46,8 +46,8 @@ def programs_of(
     """The program of a call, which returns the leaves of a *shape*; and the program whose backward takes the
     gradients of all outputs that need one."""
     args, kwargs = pytree.tree_map_only(Tensor, _leaf, (call.args, call.kwargs))
-    made = partial(capture, twin, args, kwargs=kwargs, output=shape.leaves, **options)
-    graded = torch.is_grad_enabled() and (bool(call.graded) or any(p.requires_grad for p in twin.parameters()))
+    made = partial(parts.captured, args, kwargs=kwargs, output=shape.leaves, **options)
+    graded = torch.is_grad_enabled() and (bool(call.graded) or any(p.requires_grad for p in parts.model.parameters()))
     if not graded:
         _refuse_attributes(program := made(), options)
         return program, program

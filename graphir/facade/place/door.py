@@ -12,7 +12,6 @@ from graphir.passes.choice.asked import Option
 from graphir.runtime.machine.places import Binding, is_on_cuda
 
 from ...analysis.topology import Topology
-from ...capturing.capture import capture
 from ...capturing.intake.options import refuse_model
 from ...errors import CaptureError, GraphirError, PassError
 from ...ir.device import DeviceName
@@ -118,7 +117,7 @@ def place(
         calls = PlacedCalls(twin, homes, capture_options)
         with torch.set_grad_enabled(backward):
             if loss is not None:
-                step = capture(twin, given[0], kwargs=given[1], targets=targets, loss=loss, **capture_options)
+                step = calls.eager.captured(given[0], kwargs=given[1], targets=targets, loss=loss, **capture_options)
                 homes.choose(step)
             try:
                 calls.begin(*given)

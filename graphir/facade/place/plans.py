@@ -34,6 +34,7 @@ from ..plan_cache import ModuleGuard
 from .across import across
 from .call import PlacedCall
 from .captured import Returned, each_once, programs_of
+from .eager import EagerParts
 from .homes import Homes
 
 __all__ = ["PlacedPlans"]
@@ -61,7 +62,7 @@ class PlacedPlans:
     """A forward plan, and a backward plan where the call has a backward.
 
     Args:
-        twin: the model as its own class has it.
+        eager: the parts of the model that no capture covers.
         homes: places its programs.
         options: of a capture.
         call: of this kind.
@@ -85,7 +86,7 @@ class PlacedPlans:
 
     def __init__(
         self,
-        twin: torch.nn.Module,
+        eager: EagerParts,
         homes: Homes,
         options: Mapping[str, Any],
         call: PlacedCall,
@@ -94,8 +95,9 @@ class PlacedPlans:
         lock: AbstractContextManager[Any],
         told: Callable[[tuple[int, ...]], None],
     ) -> None:
+        twin = eager.model
         self._shape = Returned()
-        captured, whole = programs_of(twin, options, call, wanted, self._shape)
+        captured, whole = programs_of(eager, options, call, wanted, self._shape)
         needing = each_once(whole) if whole.interface.differentiable else ()
         differentiable = set(whole.interface.differentiable)
         assert isinstance(captured.witness, StepWitness)  # it was captured here
