@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from operator import attrgetter, is_
+from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -25,7 +26,8 @@ class ModuleGuard:
     """Remembers all parts of a module as they are now.
 
     A call asks :meth:`unchanged`, which compares objects by identity and lets numbers and text be set anew. Where it
-    says no, :meth:`holds` makes a new inventory and compares that part by part.
+    says no, :meth:`holds` makes a new inventory and compares that part by part. Functions of torch's own classes may be
+    others, but what is in them is not looked at in each call: of most modules these are the most.
 
     Args:
         roots, left_out, in_place: as of :class:`.inventory.Inventory`.
@@ -47,6 +49,7 @@ class ModuleGuard:
         self._tensors = [*inventory.own.values(), *inventory.plain]
         self._types = list(map(type, inventory.typed))
         self._sizes = list(map(len, self._sized))
+        self._functions = [function for function in inventory.functions if not _is_torchs(function)]
         self._values, self._names = self._compared()
         self._copies = [read() for read in inventory.copied]
         self._dense = list(filter(is_dense, self._tensors))
@@ -69,7 +72,7 @@ class ModuleGuard:
         for sequence in inventory.sequences:
             values += sequence
         for part in (_CODE, _DEFAULTS, _KEYWORD_DEFAULTS):
-            values += map(part, inventory.functions)
+            values += map(part, self._functions)
         return values, names
 
     def unchanged(self) -> bool:
@@ -137,6 +140,10 @@ class ModuleGuard:
     def hooked(self) -> bool:
         """Whether a module has hooks, or all have, where plans run in place."""
         return any(self._inventory.hooks) or _has_any_global_hook()
+
+
+def _is_torchs(function: FunctionType) -> bool:
+    return str(function.__globals__.get("__name__")).partition(".")[0] == "torch"
 
 
 def _is_hooked(tensor: torch.Tensor) -> bool:
