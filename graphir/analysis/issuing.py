@@ -343,7 +343,7 @@ class _Issuer:
 
     def needs_no_call(self, op: Operator) -> bool:
         """Whether views are left out, or are those of state, which are taken once."""
-        same, unread = self.uncalled
+        same, unread, _ = self.uncalled
         makes = list(op.makes)
         if all(made in same or made in unread for made in makes):
             return True

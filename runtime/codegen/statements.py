@@ -278,7 +278,7 @@ class Statements:
 
     def needs_no_call(self, op: Operator) -> bool:
         """Whether an operator makes nothing but views that :mod:`.views` leaves out; names them."""
-        same, unread = self.values.uncalled
+        same, unread, _ = self.values.uncalled
         again = [made for made in op.makes if made not in unread]
         if not op.outputs or any(made not in same for made in again):
             return False
@@ -363,6 +363,9 @@ class Statements:
 
     def text(self, op: Operator, call: Call, inputs: Sequence[str]) -> str:
         """The expression that calls the operator."""
+        if any(made in self.values.uncalled.flat for made in op.makes):
+            op = op._replace(args={**op.args, "keepdim": False})
+            call = arrange(op)
         given = [self.argument(op, argument, inputs) for argument in call.positional]
         given += [f"{name}={self.argument(op, argument, inputs)}" for name, argument in call.keyword]
         function: Callable[..., object]

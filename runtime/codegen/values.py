@@ -43,7 +43,7 @@ class Values:
             if name in setting.consumed:
                 self.consumed[self.net.blob(name).storage] = f"i{i}"
         self.shared = self._shared(setting, thread)
-        self.uncalled = Uncalled({}, ()) if observed else uncalled_views(setting.plan, thread, self.shared)
+        self.uncalled = Uncalled({}, (), ()) if observed else uncalled_views(setting.plan, thread, self.shared)
         self.slots: dict[str, int] = {}
         self.count = 0
 
