@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import gc
 import inspect
 import io
+import math
 import pickle
 import weakref
 
 import pytest
 import torch
-from placed_nets import MAP, Net, deep, same, trained
+from placed_nets import MAP, Net, deep, same, tight, trained
 from runnable import short_searches
 from torch import nn
 
@@ -172,6 +174,34 @@ def test_a_step_with_its_loss() -> None:
     assert trained(model) == trained(eager)
 
 
+@pytest.mark.parametrize("reserve", ["5%", "12.5 %", 0, 3000, "2 KiB"])
+def test_what_is_reserved_stays_free(reserve: int | str) -> None:
+    limits = tight(deep(), (X,), optimizer="AdamW", share=0.75)
+    model = graphir.place(deep(), (X,), limits=limits, topology="cpu", optimizer="AdamW", reserve=reserve)
+    held = model.placement.memory()
+    assert held.limits == limits and ("of this, reserve" in str(held)) == (reserve != 0)
+    free = {"5%": 0.05 * limits["gpu:0"], "12.5 %": limits["gpu:0"] / 8, "2 KiB": 2048}.get(reserve, reserve)
+    assert held.reserve["gpu:0"] == math.ceil(free)
+    assert all(nbytes <= limits[device] - held.reserve[device] for device, nbytes in held.peak.items())
+
+
+def test_limits_of_a_refusal_work_with_what_is_reserved() -> None:
+    options = {"topology": "cpu", "optimizer": "AdamW", "reserve": "20%"}
+    model = graphir.place(deep(), (X,), optimizer="AdamW")
+    alone = max(model.placement.memory().peak.values())
+    limits, tries = {"gpu:0": alone // 4, "gpu:1": alone // 4}, 0
+    while True:
+        try:
+            model = graphir.place(deep(), (X,), limits=limits, **options)
+            break
+        except PassError as e:
+            limits, tries = ast.literal_eval(e.fix.partition("limits=")[2].partition("}")[0] + "}"), tries + 1
+            assert e.where == "place, which leaves 20% of each limit free (reserve)"
+    assert 1 <= tries <= 2 and limits["gpu:0"] > 0.5 * alone
+    held = model.placement.memory()
+    assert all(nbytes <= 0.8 * limits[device] for device, nbytes in held.peak.items())
+
+
 def test_a_placed_model_is_captured_as_the_plain_one(recwarn: pytest.WarningsRecorder) -> None:
     model, plain = net(), copy.deepcopy(Net())
     program, other = graphir.capture(model, (X,)), graphir.capture(plain, (X,))
@@ -185,6 +215,12 @@ def test_bad_input_leaves_the_model_as_it_was() -> None:
         (Net(), {"device_map": {"first": "disk"}}, PassError, "on disk"),
         (Net(), {"device_map": 3}, PassError, "not a dict"),
         (Net(), {"limits": {"gpu:0": 1000}}, PassError, "no placement within the limits"),
+        (Net(), {"limits": {0: "1 GiB"}, "reserve": "all"}, PassError, "neither a part of limits nor bytes"),
+        (Net(), {"limits": {0: "1 GiB"}, "reserve": "100%"}, PassError, "neither a part of limits nor bytes"),
+        (Net(), {"limits": {0: "1 GiB"}, "reserve": -1}, PassError, "neither a part of limits nor bytes"),
+        (Net(), {"limits": {0: "1 GiB"}, "reserve": "1 GiB"}, PassError, "leaves nothing of the limit of gpu:0"),
+        (Net(), {"limits": "auto", "reserve": "10%"}, PassError, "leaves 5 % of what is free"),
+        (Net(), {"device_map": MAP, "reserve": 0}, PassError, "within limits"),
         (Net(), {"optimizer": "Adamw2"}, CaptureError, "is no optimizer"),
         (Sized(), {}, CaptureError, "cannot be that of a placed model"),
         (nn.Sequential(nn.LazyLinear(4)), {}, CaptureError, "no shape yet"),

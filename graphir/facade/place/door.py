@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
@@ -21,6 +22,7 @@ from .calls import PlacedCalls
 from .held import Held, Optimizing, read_optimizer_of
 from .homes import Homes
 from .placement import Placement
+from .reserve import read_reserve
 from .swapped import is_placed, twin_of
 
 __all__ = ["place"]
@@ -28,6 +30,7 @@ __all__ = ["place"]
 _TRIES: Final = 3
 """How often a placement is chosen anew whose parts take more than the program for which it was chosen."""
 
+_RESERVE: Final = "5%"
 _OPTIONS: Final[tuple[Option, ...]] = ("shift", "park", "recompute")
 
 
@@ -43,6 +46,7 @@ def place(
     loss: Callable[..., Any] | None = None,
     targets: Sequence[Any] = (),
     optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | str | None = None,
+    reserve: int | str = _RESERVE,
     batch_dims: Any = None,
     topology: Topology | str | None = None,
     binding: Binding = "auto",
@@ -71,8 +75,7 @@ def place(
         inputs: its positional arguments, for a batch as large as those to come.
         kwargs: its keyword arguments.
         limits: by device, the most bytes that a step of the loop may take there, as :func:`graphir.passes.balance`
-            takes them: forward, backward, gradients between steps, and what *optimizer* and *loss* say. What these do
-            not say is not counted: leave room for it.
+            takes them: forward, backward, gradients between steps, what *optimizer* and *loss* say, and *reserve*.
         device_map: by module, its device, as Accelerate and transformers write it, instead of *limits*.
         backward: whether calls have a backward.
         options: what may be done within limits: ``shift`` modules, ``park`` or ``recompute`` what they save.
@@ -80,6 +83,8 @@ def place(
             where the placement is chosen.
         targets: for it.
         optimizer: of the model's parameters, or a class or name of one: its state counts, and its step is predicted.
+        reserve: what stays free of each limit for what is not counted, such as a loss and an optimizer that are not
+            given: a part of the limit, ``"5%"``, or bytes. ``limits="auto"`` are 95 % of what is free already.
         batch_dims, allow_changes: as :func:`graphir.capture` takes them.
         topology: as :func:`graphir.passes.balance` takes it.
         binding: the real device of each logical one, as :class:`graphir.runtime.Session` takes it.
@@ -95,8 +100,13 @@ def place(
     if is_placed(model):
         raise CaptureError("place: the model is placed already", fix="let it go by model.placement.undo() first")
     _check(inputs, kwargs, backward, allow_changes)
-    if limits is None and (tuple(options) != _OPTIONS or topology is not None):
-        raise PassError("place: options and topology are for a placement within limits", fix="give limits")
+    if limits is None and (tuple(options) != _OPTIONS or topology is not None or reserve != _RESERVE):
+        raise PassError("place: options, topology and reserve are for a placement within limits", fix="give limits")
+    if limits == "auto" and reserve != _RESERVE:
+        raise PassError(
+            "place: limits='auto' leaves 5 % of what is free", fix="give limits in bytes, or leave reserve out"
+        )
+    kept = read_reserve(reserve)
     if loss is None and targets:
         raise CaptureError("place: targets are given, but no loss", fix="pass loss=, or leave targets out")
     if limits is not None and device_map is not None:
@@ -111,8 +121,8 @@ def place(
         capture_options["target"] = "cuda"
     given = tuple(inputs), dict(kwargs or {})
 
-    def placed(asked: Mapping[DeviceName, int | str] | Mapping[DeviceName, int] | Literal["auto"] | None) -> Placement:
-        homes = Homes(asked, device_map, options, topology, binding, held, modules)
+    def placed(less: Mapping[str, int]) -> Placement:
+        homes = Homes(limits, kept, less, device_map, options, topology, binding, held, modules)
         twin = twin_of(model)
         calls = PlacedCalls(twin, homes, capture_options)
         with torch.set_grad_enabled(backward):
@@ -125,7 +135,7 @@ def place(
                 raise CaptureError(f"place: {e}", fix="give arguments that a plan can stand for") from None
         return Placement(model, homes, calls, held, optimizing)
 
-    placement = placed(limits)
+    placement = placed({})
     if limits is not None:
         placement = _within(placement, placed)
     placement.take()
@@ -160,33 +170,40 @@ def _check_model(model: torch.nn.Module) -> None:
             raise CaptureError(f"place: {name!r} is on meta, so it has no data", fix="give the model data first")
 
 
-def _within(placement: Placement, placed: Callable[[Mapping[DeviceName, int]], Placement]) -> Placement:
-    """A placement whose forward, backward and optimizer's step, each by itself, keep within the limits.
+def _within(placement: Placement, placed: Callable[[Mapping[str, int]], Placement]) -> Placement:
+    """A placement whose forward, backward and optimizer's step, each by itself, keep within what is left of the limits.
 
     What is chosen is chosen for one program, which holds less than these do together: in a step of the loop, all
     gradients and saved values of the model are there at once.
 
+    Args:
+        placement: the first.
+        placed: a placement for which a program holds less by so many bytes a device.
+
     Raises:
         PassError: none is found.
     """
-    limits = placement.limits
-    asked: dict[DeviceName, int] = dict(limits.items())
+    less = Counter[str]()
     for _ in range(_TRIES):
         held = placement.memory()
-        over = {device: held.peak.get(device, 0) - most for device, most in limits.items()}
-        over = {device: more for device, more in over.items() if more > 0}
+        most = {device: limit - held.reserve.get(device, 0) for device, limit in held.limits.items()}
+        over = {device: more for device, limit in most.items() if (more := held.peak.get(device, 0) - limit) > 0}
         if not over:
             return placement
-        asked = {device: most - over.get(str(device), 0) for device, most in asked.items()}
+        less.update(over)
         try:
-            placement = placed(asked)
+            placement = placed(less)
         except PassError:
             break
-    device = max(over, key=lambda name: over[name] / limits[name])
+    device = max(over, key=lambda name: over[name] / most[name])
     phase = max(held.phases, key=lambda name: held.phases[name].get(device, 0))
-    needed = ", ".join([f"{name!r}: {max(most, held.peak.get(name, 0))}" for name, most in limits.items()])
+    nearest = {
+        name: max(limit, placement.reserve.limit_of(held.peak.get(name, 0))) for name, limit in held.limits.items()
+    }
+    needed = ", ".join([f"{name!r}: {limit}" for name, limit in nearest.items()])
     raise PassError(
         f"place: no placement within the limits was found: the {phase} lacks {nbytes_text(over[device])} on {device}",
+        where=placement.reserve.where,
         fix=f"limits={{{needed}}} is the nearest that was found",
     )
 

@@ -22,6 +22,7 @@ from ...ir.plan import Plan
 from ...ir.program import Program
 from ..placing import Placing
 from .held import Held, weighed
+from .reserve import Reserve
 
 __all__ = ["Homes"]
 
@@ -31,6 +32,8 @@ class Homes:
 
     Args:
         limits: as :func:`graphir.passes.balance` takes them; None: there are none.
+        reserve: what stays free of these.
+        less: by device, bytes that a program may hold less than that.
         device_map: by module, its device as Accelerate writes it, instead; None: limits decide.
         options: of a balance.
         topology: likewise.
@@ -47,6 +50,8 @@ class Homes:
     def __init__(
         self,
         limits: Mapping[DeviceName, int | str] | Literal["auto"] | None,
+        reserve: Reserve,
+        less: Mapping[str, int],
         device_map: Mapping[str, DeviceName] | None,
         options: Sequence[Option],
         topology: Topology | str | None,
@@ -55,7 +60,14 @@ class Homes:
         modules: Collection[str],
     ) -> None:
         self.binding, self.held, self._modules = binding, held, frozenset(modules)
+        self.reserve = reserve
         self._placing = None if limits is None else Placing(limits, topology, binding, options=options)
+        self._given = {} if self._placing is None or self._placing.limits == "auto" else self._placing.limits
+        if self._given:
+            left: Mapping[DeviceName, int] = {
+                d: nbytes - less.get(d, 0) for d, nbytes in reserve.less(self._given).items()
+            }
+            self._placing = Placing(left, topology, binding, options=options, limit_of=reserve.limit_of)
         self._moves = None if device_map is None else _moves(device_map)
         self.device_map: Mapping[str, int | str] = {"": 0}
         self._known: dict[str, Device] = {}
@@ -69,8 +81,15 @@ class Homes:
 
     @property
     def limits(self) -> Mapping[str, int]:
-        """By device, in bytes; none where none were given."""
-        return {} if self._placing is None or self._placing.limits == "auto" else self._placing.limits
+        """By device, in bytes, with what stays free; none where none were given."""
+        if self._placing is None or self._given:
+            return self._given
+        return {} if self._placing.limits == "auto" else self._placing.limits
+
+    @property
+    def reserved(self) -> Mapping[str, int]:
+        """By device, the bytes of limits that stay free."""
+        return {device: self.reserve.of(limit) for device, limit in self._given.items()}
 
     def choose(self, step: Program) -> None:
         """Choose the placement for a step with its loss.
@@ -80,7 +99,7 @@ class Homes:
         """
         if self._placing is None:
             return
-        found = self._placing.placed(weighed(step, self.held))
+        found = self._within(self._placing, step)
         self._placing.keep(found)
         self.device_map, self._first = found.device_map, found.pipeline
         self.step = emit(inject_copies(_by(found.pipeline, step)))
@@ -106,11 +125,18 @@ class Homes:
             pipeline, self._first = self._first, None
             with contextlib.suppress(PassError):  # names that the program of the loss alone has
                 return _by(pipeline, captured)
-        found = placing.placed(weighed(captured, self.held))
+        found = self._within(placing, captured)
         if not self._known:
             self.device_map = found.device_map
         placing.keep(found)
         return _by(found.pipeline, captured)
+
+    def _within(self, placing: Placing, program: Program) -> Balanced:
+        try:
+            return placing.placed(weighed(program, self.held))
+        except PassError as e:
+            where = e.where or (self.reserve.where if self._given else "")
+            raise PassError(e.what, at=e.at, where=where, fix=e.fix) from None
 
     def _moved(self, captured: Program) -> Program:
         assert self._moves is not None

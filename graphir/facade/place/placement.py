@@ -20,6 +20,7 @@ from .calls import PlacedCalls
 from .held import Held, Optimizing
 from .homes import Homes
 from .plans import PlacedPlans
+from .reserve import Reserve
 from .swapped import swap, swap_back, twin_of
 
 __all__ = ["PlacedMemory", "Placement"]
@@ -31,11 +32,13 @@ class PlacedMemory(NamedTuple):
     Attributes:
         phases: by part, by device, the most bytes.
         limits: by device, as they were given.
+        reserve: by device, what stays free of these.
         notes: what is not counted.
     """
 
     phases: Mapping[str, Mapping[str, int]]
     limits: Mapping[str, int]
+    reserve: Mapping[str, int]
     notes: Sequence[str]
 
     @property
@@ -51,6 +54,10 @@ class PlacedMemory(NamedTuple):
             rows.append((phase, [nbytes_text(held.get(device, 0)) for device in devices]))
         if self.limits:
             rows.append(("limit", [nbytes_text(self.limits[d]) if d in self.limits else "" for d in devices]))
+        if any(self.reserve.values()):
+            rows.append(
+                ("of this, reserve", [nbytes_text(self.reserve[d]) if d in self.reserve else "" for d in devices])
+            )
         lines = [f"  {label:<18}" + "".join([f"{cell:>12}" for cell in cells]) for label, cells in rows]
         return "\n".join([*lines, *[f"  {note}" for note in self.notes]])
 
@@ -99,6 +106,11 @@ class Placement:
         return self._homes.balanced
 
     @property
+    def reserve(self) -> Reserve:
+        """What stays free of limits."""
+        return self._homes.reserve
+
+    @property
     def limits(self) -> Mapping[str, int]:
         """By device, in bytes; none where none were given."""
         return self._homes.limits
@@ -110,7 +122,7 @@ class Placement:
 
     def memory(self) -> PlacedMemory:
         """What devices hold in each part of a step of the kind of call that was used last."""
-        plans, model = self._last(), self._known_model()
+        model, plans = self._known_model(), self._last()
         state, beside, kept = Counter[str](), Counter[str](), Counter[str]()
         trained: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -147,7 +159,7 @@ class Placement:
             notes.append("your optimizer: not counted")
         if self._homes.step is None and len(plans.plans) > 1:
             notes.append("your loss: not counted")
-        return PlacedMemory(phases, self._homes.limits, notes)
+        return PlacedMemory(phases, self._homes.limits, self._homes.reserved, notes)
 
     def undo(self) -> None:
         """Make the model what it was: its class, and its tensors where they were."""
