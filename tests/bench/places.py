@@ -1,4 +1,5 @@
-"""A placed module against the module itself: seconds of a call and its backward, and the bytes that these take."""
+"""A placed module against the module itself: seconds of a call and its backward, the bytes that these take, and what
+training scripts compute."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import models
+import scripts
 import torch
 from allocations import measured_peak
 from limits import limited
@@ -30,7 +32,7 @@ NEAR: Final = 2.0
 
 
 def rows() -> Iterator[str]:
-    """The two tables."""
+    """The three tables."""
     yield "| model | eager, µs | placed, µs | placed / eager | quartiles | at most |"
     yield "| --- | ---: | ---: | ---: | --- | ---: |"
     threads = torch.get_num_threads()
@@ -40,6 +42,8 @@ def rows() -> Iterator[str]:
             yield _timed(name, model, x, calls, most)
         yield ""
         yield from memory_rows()
+        yield ""
+        yield from scripts.rows()
     finally:
         torch.set_num_threads(threads)
 

@@ -60,6 +60,11 @@ def test_the_model_itself_is_returned() -> None:
     assert model.hf_device_map == {"first": 0, "norm": 0, "second": 1, "last": 1}
 
 
+def test_one_device_on_the_host_is_no_map_of_devices() -> None:
+    model = graphir.place(deep(), (X,))
+    assert not hasattr(model, "hf_device_map") and model.placement.device_map == {"": 0}
+
+
 def test_files_have_the_plain_class() -> None:
     model = net()
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):

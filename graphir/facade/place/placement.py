@@ -208,6 +208,13 @@ class Placement:
 
         return changed
 
+    @property
+    def hf_device_map(self) -> Mapping[str, int | str] | None:
+        """See :class:`.swapped.Placer`. Trainers compare the one device of a map with a card, and there may be none."""
+        real = self._homes.places().values()
+        several = len(set(self.device_map.values())) > 1
+        return self.device_map if several or any(place.type == "cuda" for place in real) else None
+
     def place_copy(self, model: torch.nn.Module) -> None:
         """See :class:`.swapped.Placer`."""
         calls = PlacedCalls(twin_of(model), self._homes, self._calls.options)

@@ -34,8 +34,8 @@ class Placer(Protocol):
         """Place a copy of the model as the model is placed."""
 
     @property
-    def device_map(self) -> Mapping[str, int | str]:
-        """The device of each module, as Accelerate writes it."""
+    def hf_device_map(self) -> Mapping[str, int | str] | None:
+        """The device of each module, as Accelerate writes it; None where a Trainer would take it for another one."""
 
 
 def is_placed(model: torch.nn.Module) -> bool:
@@ -81,6 +81,11 @@ def swap(model: torch.nn.Module, placed: Placer) -> None:
         placed.place_copy(twin)
         return twin
 
+    def mapped(self: torch.nn.Module) -> dict[str, int | str]:
+        if placed.hf_device_map is None:
+            raise AttributeError("hf_device_map")
+        return dict(placed.hf_device_map)
+
     def applied(self: torch.nn.Module, fn: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
         return super(made, self)._apply(placed.apply(fn), *args, **kwargs)  # type: ignore[misc,no-any-return]
 
@@ -94,7 +99,7 @@ def swap(model: torch.nn.Module, placed: Placer) -> None:
         "__reduce_ex__": reduced,
         "__deepcopy__": copied,
         "placement": property(lambda self: placed),
-        "hf_device_map": property(lambda self: dict(placed.device_map)),
+        "hf_device_map": property(mapped),
     }
     made = _subclass(plain, body)
     try:
