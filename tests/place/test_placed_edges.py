@@ -12,6 +12,8 @@ import pytest
 import torch
 from placed_nets import deep, same
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import graphir
@@ -142,3 +144,15 @@ def test_arguments_are_let_go_by_the_backward() -> None:
     del x
     gc.collect()
     assert gone() is None and loss.grad_fn is not None
+
+
+def test_fully_shard_is_refused() -> None:
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = graphir.place(deep(), (X,))
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(CaptureError, match="cannot be sharded by fully_shard"):
+            model(X)
+    finally:
+        dist.destroy_process_group()

@@ -59,6 +59,8 @@ def swap(model: torch.nn.Module, placed: Placer) -> None:
 
     @functools.wraps(plain.forward)
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if type(self) is not made:
+            _refuse_sharded(type(self))
         if torch.compiler.is_compiling():
             return plain.forward(self, *args, **kwargs)
         return placed.call(args, kwargs)
@@ -119,6 +121,15 @@ def _subclass(plain: type[torch.nn.Module], body: Mapping[str, Any]) -> type[tor
         return made
     except Exception as e:  # of __init_subclass__, or a metaclass
         raise _refused(plain, e) from e
+
+
+def _refuse_sharded(cls: type) -> None:
+    """Refuse the class that ``fully_shard`` gives to a model: its parameters are whole for a moment of a call only."""
+    if any(base.__module__.startswith("torch.distributed.fsdp") for base in cls.__mro__):
+        raise CaptureError(
+            "a placed model cannot be sharded by fully_shard, which moves its parameters in each call",
+            fix="shard it or place it; model.placement.undo() lets a placed model go",
+        )
 
 
 def _refused(plain: type[torch.nn.Module], error: Exception) -> CaptureError:
