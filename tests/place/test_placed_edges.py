@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import graphir
-from graphir.errors import CaptureError
+from graphir.errors import CaptureError, EagerWarning
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -156,3 +157,45 @@ def test_fully_shard_is_refused() -> None:
             model(X)
     finally:
         dist.destroy_process_group()
+
+
+def test_a_call_while_another_thread_runs_the_model_is_captured_later() -> None:
+    torch.manual_seed(0)
+    began, ends = threading.Event(), threading.Event()
+    waits = [True]
+
+    class Waiting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if waits and threading.current_thread() is not threading.main_thread():
+                began.set()
+                ends.wait(60)
+            return self.layer(x)  # type: ignore[no-any-return]
+
+    inner = Waiting()
+    model = nn.Sequential(inner, nn.Linear(8, 4))
+    graphir.place(model, (X,))
+    thread = threading.Thread(target=inner, args=(X,))
+    thread.start()
+    began.wait(60)
+    with pytest.warns(EagerWarning, match="another thread runs the module"):
+        assert model(torch.randn(2, 3, 8)).shape == (2, 3, 4)
+    before = len(model.placement.plans)
+    ends.set()
+    thread.join()
+    model(torch.randn(2, 3, 8))
+    assert len(model.placement.plans) == before + 2
+
+
+class Own(nn.Linear):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Own:
+        return Own(self.in_features, self.out_features)
+
+
+def test_a_class_that_copies_itself() -> None:
+    model = graphir.place(Own(8, 8), (X,))
+    with pytest.warns(EagerWarning, match="Own copies itself: the copy is not placed"):
+        assert type(copy.deepcopy(model)) is Own

@@ -19,9 +19,13 @@ import torch
 from ...errors import CaptureError
 from .patches import replaced
 
-__all__ = ["run_here_alone"]
+__all__ = ["BusyError", "run_here_alone"]
 
 _CALLS: Final = frozenset({torch.nn.Module._wrapped_call_impl.__code__, torch.nn.Module._call_impl.__code__})
+
+
+class BusyError(CaptureError):
+    """Another thread runs the module: a later capture may do."""
 
 
 @contextlib.contextmanager
@@ -29,7 +33,7 @@ def run_here_alone(model: torch.nn.Module) -> Iterator[None]:
     """Refuse if another thread runs *model* or one of its modules when this context begins, or before it ends.
 
     Raises:
-        CaptureError: another thread runs one of them.
+        BusyError: another thread runs one of them.
     """
     modules = {id(module): module for module in model.modules()}
     run: Callable[..., Any] = torch.nn.Module._wrapped_call_impl
@@ -45,7 +49,7 @@ def run_here_alone(model: torch.nn.Module) -> Iterator[None]:
 
     def check() -> None:
         if any(called):
-            raise CaptureError(
+            raise BusyError(
                 f"another thread runs the module {type(model).__name__} while it is captured",
                 fix="hold a lock around the capture and around each call of the module; and let the forward of the "
                 "module run its submodules in one thread",

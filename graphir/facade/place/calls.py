@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from graphir.runtime.machine.surroundings import follow_forks
 
+from ...capturing.isolate.alone import BusyError
 from ...errors import CoverageError, EagerWarning, GraphirError, RecaptureWarning, RunError, SessionError, warn
 from ...parallel.calls import watched
 from ..plan_cache import ModuleGuard, PlanCache, told
@@ -172,7 +173,7 @@ class PlacedCalls:
             plans = self._made(guard, call)
         except GraphirError as e:
             plans = f"it cannot be captured: {e.what}"
-            if "thread" in e.what:  # which has passed when the next call comes
+            if isinstance(e, BusyError):  # which has passed when the next call comes
                 raise Unfit(plans) from None
             self._cache.keep(guard, plans, (kind, wanted))
             raise Unfit(plans) from None

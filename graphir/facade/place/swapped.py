@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from ...errors import CaptureError
+from ...errors import CaptureError, EagerWarning, warn
 
 __all__ = ["OWN", "Placer", "is_placed", "plain_class", "swap", "swap_back", "twin_of"]
 
@@ -75,7 +75,10 @@ def swap(model: torch.nn.Module, placed: Placer) -> None:
     def copied(self: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
         own = getattr(super(made, self), "__deepcopy__", None)
         if own is not None:
-            return own(memo)  # type: ignore[no-any-return]
+            found: torch.nn.Module = own(memo)
+            if not is_placed(found):
+                warn(f"{plain.__name__} copies itself: the copy is not placed", EagerWarning)
+            return found
         how, given, state, *_ = reduced(self, 2)
         twin: torch.nn.Module = how(*given)
         memo[id(self)] = twin
