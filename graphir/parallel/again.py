@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeGuard
+from operator import attrgetter
+from typing import Final, TypeGuard
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from ..facade.plan_cache import ModuleGuard
 from .errors import ReplicationRuntimeError
 
 __all__ = ["Earlier", "is_plain", "requiring_gradients"]
+
+_VERSION: Final = attrgetter("_version")
 
 
 class Earlier:
@@ -40,7 +43,7 @@ class Earlier:
 
     def versions(self) -> list[int]:
         """The versions of the tensors that a call reads, as they are now."""
-        return [tensor._version for tensor in self._kept]
+        return list(map(_VERSION, self._kept))
 
     @contextlib.contextmanager
     def again(self, versions: Sequence[int], before: Sequence[Tensor]) -> Iterator[None]:

@@ -47,14 +47,12 @@ class _Ran(NamedTuple):
         call: what was given.
         dims: of the plans.
         step: what seeds were mixed of.
-        values: what the forward plan was given and has returned, by name.
         before: what the model's tensors that the forward overwrites were.
     """
 
     call: PlacedCall
     dims: Dims
     step: int
-    values: dict[str, Tensor]
     before: Sequence[Tensor]
 
 
@@ -146,7 +144,7 @@ class PlacedPlans:
                 function,
                 [name for name in halves.saved if name not in self.consumed],
                 self.consumed,
-                [t for n, t in kept.items() if n in read],
+                [i for i, name in enumerate(kept) if name in read],
                 {name: entries[name] for name in whole.interface.gradients},
                 of_leaf,
                 needing,
@@ -179,7 +177,7 @@ class PlacedPlans:
         step = int(torch.randint(2**62, ())) if self._random else 0
         run = partial(self._run, call, dims, given, step)
         if self._node is None:
-            outputs: Sequence[Tensor] = self._outputs(run())
+            outputs: Sequence[Tensor] = self._outputs(run()[1])
         else:
             outputs = _Node.apply(self, run, *self._node.params.values(), *call.tensors)  # type: ignore[attr-defined]
         leaves: list[Any] = [value if i is None else outputs[i] for value, i in self._leaves]
@@ -187,7 +185,8 @@ class PlacedPlans:
             leaves[position] = leaves[position].detach()
         return self._shape.whole(leaves)
 
-    def _run(self, call: PlacedCall, dims: Dims, given: Sequence[Tensor], step: int) -> _Ran:
+    def _run(self, call: PlacedCall, dims: Dims, given: Sequence[Tensor], step: int) -> tuple[_Ran, dict[str, Tensor]]:
+        """Run the forward plan; what it was given and has returned, by name."""
         self._state.broadcast()
         with self._state.restored_if_it_fails() as before:
             outputs = self._forward(dims, given, step)
@@ -195,11 +194,11 @@ class PlacedPlans:
             **dict(zip(self._scatter.names, given, strict=True)),
             **dict(zip(self._forward.outputs, outputs, strict=True)),
         }
-        return _Ran(call, dims, step, values, before)
+        return _Ran(call, dims, step, before), values
 
-    def _outputs(self, ran: _Ran) -> list[Tensor]:
+    def _outputs(self, values: Mapping[str, Tensor]) -> list[Tensor]:
         """What the model returns of its tensors; those that are the caller's or the model's own are copied."""
-        found = [ran.values[name] for name in self._returned]
+        found = [values[name] for name in self._returned]
         return [t.clone() if copied else _alias(t) for t, copied in zip(found, self._copied, strict=True)]
 
 
@@ -212,7 +211,7 @@ class _Backward:
         function: runs the backward.
         visible: the saved values that others may overwrite.
         consumed: those that nobody has but the call.
-        checked: the model's own tensors that the backward reads.
+        checked: which of the model's own tensors, as *earlier* has them, the backward reads.
         params: the parameters that need a gradient, by name.
         of_leaf: of each leaf that the model returns, its number among the tensors that it returns.
         needing: the positions of the leaves that need a gradient.
@@ -231,7 +230,7 @@ class _Backward:
         function: Function,
         visible: Sequence[str],
         consumed: Sequence[str],
-        checked: Sequence[Tensor],
+        checked: Sequence[int],
         params: Mapping[str, Tensor],
         of_leaf: Sequence[int | None],
         needing: Sequence[int],
@@ -263,18 +262,18 @@ class _Backward:
         order = {name: i for i, name in enumerate((*visible, *consumed, *slots))}
         self._order = [order[name] for name in function.inputs]
         self._given = [(i, self._blobs[slot]) for slot, i in self._slots.items() if i is not None]
+        self._sized: tuple[Dims, Sequence[tuple[tuple[int, ...], tuple[int, ...]]]] | None = None
 
-    def keep(self, ctx: Any, ran: _Ran, outputs: Sequence[Tensor]) -> None:
+    def keep(self, ctx: Any, ran: _Ran, values: Mapping[str, Tensor], outputs: Sequence[Tensor]) -> None:
         """Keep what the backward reads: what others may overwrite by torch, which says so then."""
         # An output that was a view of something that is saved has a version of its own.
-        memory = {ran.values[name].untyped_storage()._cdata for name in self.visible}
+        memory = {values[name].untyped_storage()._cdata for name in self.visible}
         aliases = [t.detach() for t in outputs if t.untyped_storage()._cdata in memory]
         ctx.aliases, ctx.written = aliases, [t._version for t in aliases]
-        ctx.save_for_backward(*[ran.values[name] for name in self.visible])
-        ctx.checked = [tensor._version for tensor in self._checked]
-        ctx.hidden = [ran.values[name] for name in self.consumed]
+        ctx.save_for_backward(*[values[name] for name in self.visible])
+        ctx.hidden = [values[name] for name in self.consumed]
         ctx.versions, ctx.given = self._earlier.versions(), ran.call.versions()
-        ctx.ran = ran._replace(values={})
+        ctx.ran = ran
 
     def __call__(self, ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """The gradients of :attr:`params`, in their order, and of the call's tensors."""
@@ -297,12 +296,15 @@ class _Backward:
         ran: _Ran = ctx.ran
         if ctx.hidden is None:
             _raise_freed()
-        if [tensor._version for tensor in self._checked] != ctx.checked:
+        now = self._earlier.versions()
+        if now != ctx.versions and any(now[i] != ctx.versions[i] for i in self._checked):
             _raise_modified("a parameter or buffer of a placed model that its backward reads")
         if [tensor._version for tensor in ctx.aliases] != ctx.written:
             _raise_modified("an output of a placed model that its backward reads")
         values = [*saved, *ctx.hidden]
-        values += [_laid_out(grads[i], *bound_layout(blob, ran.dims)) for i, blob in self._given]
+        values += [
+            _laid_out(grads[i], *layout) for (i, _), layout in zip(self._given, self._layouts(ran.dims), strict=True)
+        ]
         inputs: list[Any] = [values[i] for i in self._order]
         del values
         if not _keeps_graph():
@@ -313,6 +315,12 @@ class _Backward:
             gradient = made[k]
             made[k] = None if gradient is None else gradient.to(tensor.device)
         return made
+
+    def _layouts(self, dims: Dims) -> Sequence[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """The shape and strides of each gradient that the plan is given."""
+        if self._sized is None or self._sized[0] != dims:
+            self._sized = dict(dims), [bound_layout(blob, dims) for _, blob in self._given]
+        return self._sized[1]
 
     def _again(self, ctx: Any, came: Sequence[int], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """The same by the model's own code, which runs once more, so that gradients have gradients."""
@@ -344,15 +352,17 @@ class _Node(torch.autograd.function._SingleLevelFunction):
     """
 
     @staticmethod
-    def forward(ctx: Any, plans: PlacedPlans, run: Callable[[], _Ran], *tensors: Tensor) -> tuple[Tensor, ...]:
-        node, ran = plans._node, run()
+    def forward(
+        ctx: Any, plans: PlacedPlans, run: Callable[[], tuple[_Ran, dict[str, Tensor]]], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        node, (ran, values) = plans._node, run()
         assert node is not None
-        outputs = plans._outputs(ran)
+        outputs = plans._outputs(values)
         ctx.node = node
         ctx.set_materialize_grads(False)
         if len(node.differentiable) < len(outputs):
             ctx.mark_non_differentiable(*[t for i, t in enumerate(outputs) if i not in node.differentiable])
-        node.keep(ctx, ran, outputs)
+        node.keep(ctx, ran, values, outputs)
         return tuple(outputs)
 
     @staticmethod
