@@ -21,9 +21,12 @@ there is a placement within them, and a balance that begins anew has to find one
 that are known, limits so many times as large come next. No more are tried behind so large a part of the plans that were
 judged before."""
 
-_LATE: Final = 1.5
-"""How many times the seconds of the search a refusal may have taken so that limits are tried: in large programs, one
-plan takes as long as a search among few groups."""
+_ENDS: Final = 1.45
+_OF_THE_REST: Final = 0.5
+_SHORTEST: Final = 0.02
+"""How many times the seconds of the search a refusal may take, of what is left of these the part for a search within
+other limits, which has a reading and plans beside it, and how long that has to be at least, in seconds of the search:
+in large programs, one plan takes as long as a search among few groups."""
 
 
 def nearest_limits(asked: Asked, refused: Refused, since: float) -> tuple[Mapping[str, int], bool]:
@@ -36,11 +39,12 @@ def nearest_limits(asked: Asked, refused: Refused, since: float) -> tuple[Mappin
         since: when the balance began, as :func:`time.perf_counter` has it.
     """
     begun, budget = time.perf_counter(), asked.budget
-    shorter = budget._replace(seconds=_TRYING * budget.seconds)
+    left = _ENDS * budget.seconds - (begun - since)
+    shorter = budget._replace(seconds=min(_TRYING * budget.seconds, _OF_THE_REST * left))
     if budget.evaluations is not None:
-        shorter = shorter._replace(evaluations=max(round(_TRYING * budget.evaluations), 1))
+        shorter = budget._replace(evaluations=max(round(_TRYING * budget.evaluations), 1))
     limits: Mapping[str, int] = min(refused.nearest, key=refused.times)
-    if budget.evaluations is None and begun - since > _LATE * budget.seconds:
+    if budget.evaluations is None and shorter.seconds < _SHORTEST * budget.seconds:
         return limits, False
     emitted = 0
     for number in range(_TRIES):
