@@ -10,8 +10,10 @@
 The model stays what it is: its class becomes a subclass of the same name, whose ``forward`` runs plans on the model's
 own parameters. A call that no plan can stand for runs the class's own ``forward``.
 
-``swapped`` makes the class, ``homes`` says where the model's state is, ``held`` what devices hold beside plans,
-``calls`` reads a call and finds its plans, ``plans`` makes and runs them, ``placement`` is what users are told.
+``swapped`` makes the class, ``homes`` says where the model's state is, ``held`` what devices hold beside plans and
+``reserve`` what stays free there. ``call`` reads a call, ``calls`` finds its plans, ``captured`` captures one for them
+with ``eager``, the modules inside whose own code runs as operators; ``plans`` makes and runs them, ``placement`` is
+what users are told.
 """
 
 from .door import place
