@@ -63,8 +63,7 @@ class Earlier:
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     "a parameter or buffer that is read once more"
                 )
-            if not self._guard.holds():
-                raise self._changed("the module's attributes, parameters or buffers are other ones than in the forward")
+            self.require()
             try:
                 for tensor, value in zip(self._overwritten, before, strict=True):
                     tensor.data.copy_(value)
@@ -72,6 +71,15 @@ class Earlier:
             finally:
                 for buffer, value in buffers:
                     buffer.data.copy_(value)  # which no version counts: the graph may have kept the buffer
+
+    def require(self) -> None:
+        """Raise if the module is not what it was.
+
+        Raises:
+            ReplicationRuntimeError: it is not.
+        """
+        if not self._guard.holds():
+            raise self._changed("the module's attributes, parameters or buffers are other ones than in the forward")
 
     def _changed(self, what: str) -> ReplicationRuntimeError:
         return ReplicationRuntimeError(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from placed_nets import tight
@@ -263,3 +266,200 @@ def test_other_shapes_than_those_of_zeros_run_the_model_s_own_code() -> None:
         graphir.place(model, (X,), device_map=MAP)
     with pytest.warns(EagerWarning, match="a plan has failed where this has not"):
         assert same(trained(model), trained(plain))
+
+
+class Within(nn.Module):
+    """A module of a kind between two layers, and another one that has most of the parameters."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last, self.inner = nn.Linear(8, 64), nn.Linear(64, 8), inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.last(self.first(x))).square()  # type: ignore[no-any-return]
+
+
+class Layer(nn.Module):
+    """A layer whose code reads a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.alpha, self.table, self.aux = nn.Linear(8, 8), 1.0, torch.ones(8), None
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = (2.0 if self.training else 5.0) * self.alpha * (x.sum().item() > -1e9)
+        return self.layer(x) * scale * self.table  # type: ignore[no-any-return]
+
+
+class Rebinds(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.mean = self.mean * 0.9 + x.mean(0).detach()
+        return out + self.mean
+
+
+class Tallies(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.alpha += 1
+        return super().forward(x)
+
+
+class Leaves(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.aux = out.abs().mean()
+        return out
+
+
+class Writes(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.table.mul_(0.9)
+        return super().forward(x)
+
+
+class Draws(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = numpy.random.default_rng(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.from_numpy(self.numbers.random(8).astype("float32"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Rebinds, "puts another tensor in the place of a buffer"),
+        (Tallies, "changes 'alpha' of the module"),
+        (Leaves, "changes 'aux' of the module"),
+        (Writes, "overwrites a tensor that is neither parameter nor buffer"),
+        (Draws, "two calls with the same numbers return other things"),
+    ],
+)
+def test_what_changes_more_than_its_outputs_is_refused(kind: type[Layer], why: str) -> None:
+    with pytest.raises(CaptureError, match=why):
+        graphir.place(Within(kind()), (X,))
+
+
+def pair(inner: Callable[[], nn.Module], cls: type[Within] = Within) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = cls(inner())
+    twin = copy.deepcopy(model)
+    with pytest.warns(EagerWarning):
+        graphir.place(twin, (X,), device_map={"first": 0, "last": 1, "inner": 1})
+    return model, twin
+
+
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    return [p.grad for p in model.parameters()]
+
+
+def test_the_backward_is_in_the_mode_of_its_forward() -> None:
+    model, twin = pair(Layer)
+    for net in (model, twin):
+        out = net(X)
+        net.eval()
+        out.sum().backward()
+        assert not net.inner.training  # type: ignore[union-attr]
+    assert same(gradients(twin), gradients(model))
+
+
+@pytest.mark.parametrize("change", [lambda m: setattr(m.inner, "alpha", 3.0), lambda m: m.inner.table.fill_(9.0)])
+def test_a_change_before_the_backward_is_told(change: Callable[[Any], Any]) -> None:
+    _, twin = pair(Layer)
+    out = twin(X)
+    change(twin)
+    with pytest.raises(RuntimeError, match=r"other ones than in the forward|modified by an inplace operation"):
+        out.sum().backward()
+
+
+class Routes(nn.Module):
+    """Which of its layers computes, and whether anything needs a gradient, depends on data."""
+
+    def __init__(self, stops: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.stops = nn.Linear(8, 8), nn.Linear(8, 8), stops
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum().item() > 0:
+            return self.a(x)  # type: ignore[no-any-return]
+        return self.a(x).detach() if self.stops else self.b(x)
+
+
+class Beside(Within):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.last(self.first(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_gradients_that_depend_on_data_are_those_of_the_model(stops: bool) -> None:
+    model, twin = pair(lambda: Routes(stops), Beside)
+    told = []
+    for x in (X.abs(), -X.abs(), X.abs()):
+        for net in (model, twin):
+            net.zero_grad()
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                net(x).sum().backward()
+            told += [str(w.message) for w in found]
+        assert same(gradients(twin), gradients(model))
+    assert len([text for text in told if "gradients of it go to other operands" in text]) == 1
+
+
+def test_arguments_that_are_alike_as_text_are_told_apart() -> None:
+    class Table:
+        def __init__(self, factor: float) -> None:
+            self.factor = factor
+
+        def __repr__(self) -> str:
+            return "a table"
+
+    class Scales(nn.Module):
+        def forward(self, x: Tensor, table: Table) -> Tensor:
+            return x * table.factor * (x.sum().item() > -1e9)
+
+    class Holds(Within):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__(inner)
+            self.table = Table(1.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(self.last(self.first(x)), self.table)  # type: ignore[no-any-return]
+
+    model, twin = pair(Scales, Holds)
+    assert torch.equal(twin(X), model(X))
+    model.table = twin.table = Table(5.0)
+    with pytest.warns(graphir.RecaptureWarning):
+        assert torch.equal(twin(X), model(X))
+
+
+def test_views_among_outputs_lie_as_they_do() -> None:
+    class Views(Layer):
+        def forward(self, x: Tensor) -> Any:
+            out = super().forward(x)
+            return out, out[:, :5], out.t(), out[:1].expand(4, 8)
+
+    class Sums(Within):
+        def forward(self, x: Tensor) -> Any:
+            return self.inner(self.last(self.first(x)))
+
+    model, twin = pair(Views, Sums)
+    for a, b in zip(twin(X), model(X), strict=True):
+        assert torch.equal(a, b) and a.stride() == b.stride()
+
+
+def test_a_model_with_such_modules_is_let_go() -> None:
+    model = pair(Layer)[1]
+    trained(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_forward_that_was_set_on_the_module_is_refused() -> None:
+    model = Within(Layer())
+    model.inner.forward = model.inner.forward  # type: ignore[method-assign]
+    with pytest.raises(CaptureError, match="its forward was set on the module itself"):
+        graphir.place(model, (X,))

@@ -41,6 +41,19 @@ _OTHER_KINDS: Final = "calls are of other kinds again and again, by shapes, numb
 _OTHER_OUTPUTS: Final = "gradients come for other outputs again and again"
 
 
+class _Failed(Exception):
+    """Plans have failed.
+
+    Attributes:
+        plans: themselves.
+        error: how.
+    """
+
+    def __init__(self, plans: PlacedPlans, error: RunError) -> None:
+        super().__init__(error.what)
+        self.plans, self.error = plans, error
+
+
 class _Kind:
     """A kind of calls.
 
@@ -108,9 +121,12 @@ class PlacedCalls:
                 found = self._run(guard, call)
                 self._captures.calls += 1
                 return found
-        except RunError as e:  # what has failed is to fail in the model's own code, whose error says where
+        except _Failed as e:  # what has failed is to fail in the model's own code, whose error says where
             found = self.own(args, kwargs)
-            self._tell(f"a plan has failed where this has not: {e.what}")
+            why = f"a plan has failed where this has not: {e.error.what}"
+            with self._lock:
+                self._cache.replace(e.plans, why)
+            self._tell(why)
             return found
         except (Unfit, SessionError) as e:
             self._tell(str(e).partition("\n")[0])
@@ -154,6 +170,7 @@ class PlacedCalls:
 
         Raises:
             Unfit: there are none.
+            _Failed: one has failed.
         """
         kind = self._kind(call)
         wanted = kind.wanted
@@ -164,6 +181,8 @@ class PlacedCalls:
                 found = plans(call)
             except CoverageError:
                 continue
+            except RunError as e:
+                raise _Failed(plans, e) from None
             self._cache.used(plans)
             return found
         changes = () if self._cache.holds_plans_of(guard) else guard.changes
@@ -180,7 +199,10 @@ class PlacedCalls:
         if changes:
             self._cache.drop_other_tensors(guard)
             warn(f"{self._name()} was captured anew: {told(changes)}", RecaptureWarning)
-        return plans(call)
+        try:
+            return plans(call)
+        except RunError as e:
+            raise _Failed(plans, e) from None
 
     def _made(self, guard: ModuleGuard, call: PlacedCall) -> PlacedPlans:
         self._captures.made += 1

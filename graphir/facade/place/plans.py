@@ -36,6 +36,7 @@ from .call import PlacedCall
 from .captured import Returned, each_once, programs_of
 from .eager import EagerParts
 from .homes import Homes
+from .own_code import NAMESPACE
 
 __all__ = ["PlacedPlans"]
 
@@ -138,6 +139,9 @@ class PlacedPlans:
             kept = {n: t for n, t in {**lent, **entries}.items() if n not in self._state.written}
             kept = {n: t for n, t in kept.items() if not t.is_inference()}
             read = set(plan.step.external_inputs)
+            again = list(kept.values())
+            if own_code := any(op.type.startswith(NAMESPACE) for op in plan.step.ops):
+                again += [tensor for tensor in guard.plain if not tensor.is_inference()]
             self._node = _Backward(
                 twin,
                 halves,
@@ -150,7 +154,8 @@ class PlacedPlans:
                 needing,
                 [str(feed.blob) for feed in forward.interface.feeds],
                 call.graded,
-                Earlier(twin, guard, self._state.overwritten, list(kept.values()), "the model"),
+                Earlier(twin, guard, self._state.overwritten, again, "the model"),
+                own_code,
                 lock,
                 self._random,
                 told,
@@ -218,6 +223,7 @@ class _Backward:
         feeds: of each leaf that the model is given, the blob.
         graded: the positions of those that need a gradient.
         earlier: the model as it was, to run once more.
+        own_code: whether modules of the model run their own code once more in the plan, too.
         lock: held meanwhile: no other thread captures the model then.
         random: whether the model draws.
         told: called in each backward with the positions of the leaves for which gradients came.
@@ -237,12 +243,13 @@ class _Backward:
         feeds: Sequence[str],
         graded: Sequence[int],
         earlier: Earlier,
+        own_code: bool,
         lock: AbstractContextManager[Any],
         random: bool,
         told: Callable[[tuple[int, ...]], None],
     ) -> None:
         self._twin, self._function, self._told = twin, function, told
-        self._earlier, self._lock, self._random = earlier, lock, random
+        self._earlier, self._own_code, self._lock, self._random = earlier, own_code, lock, random
         self.visible, self.consumed, self._checked = visible, consumed, checked
         backward: Program = halves.backward
         self._blobs = backward.step.blobs
@@ -297,7 +304,9 @@ class _Backward:
         if ctx.hidden is None:
             _raise_freed()
         now = self._earlier.versions()
-        if now != ctx.versions and any(now[i] != ctx.versions[i] for i in self._checked):
+        if self._own_code:
+            self._earlier.require()
+        if now != ctx.versions and (self._own_code or any(now[i] != ctx.versions[i] for i in self._checked)):
             _raise_modified("a parameter or buffer of a placed model that its backward reads")
         if [tensor._version for tensor in ctx.aliases] != ctx.written:
             _raise_modified("an output of a placed model that its backward reads")

@@ -145,6 +145,10 @@ class PlanCache(Generic[_Plan]):
         del self._kept[self._most :]
         return [kept.plan for kept in dropped]
 
+    def replace(self, plan: _Plan, by: _Plan) -> None:
+        """Keep another plan for the calls of a plan."""
+        self._kept = [kept._replace(plan=by) if kept.plan is plan else kept for kept in self._kept]
+
     def leave_out(self, guard: ModuleGuard, changed: Mapping[Hashable, object]) -> None:
         """Ignore from now on what a capture has shown that the step changes itself.
 

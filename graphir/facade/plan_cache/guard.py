@@ -133,6 +133,11 @@ class ModuleGuard:
         pairs = zip(self._dense, self._aliases, strict=True)
         return {id(tensor): alias for tensor, alias in pairs if id(tensor) in own}
 
+    @property
+    def plain(self) -> list[torch.Tensor]:
+        """Tensors that are attributes, and neither parameters nor buffers."""
+        return self._inventory.plain
+
     def hooks_inside(self) -> list[Any]:
         """The hooks of the modules inside of the module, and what says how to call them, where plans run in place."""
         return [hook for table in self._inner_hooks if table for hook in table.values()]
