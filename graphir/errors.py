@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Final, NoReturn
 
 __all__ = [
@@ -85,7 +86,13 @@ class CaptureError(GraphirError):
 
 
 class PassError(GraphirError):
-    """A pass was given options that do not fit the program."""
+    """A pass was given options that do not fit the program.
+
+    Attributes:
+        limits: where no placement keeps within limits, those that the remedy names, by device in bytes; else empty.
+    """
+
+    limits: Mapping[str, int] = MappingProxyType({})
 
 
 class VerifyError(GraphirError):

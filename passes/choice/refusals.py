@@ -112,7 +112,8 @@ def refusal(
         remedy: what there is to do beside giving more; empty: what a caller of a balance can do.
         limit_of: the limit that the caller has to give so that plans may hold so many bytes.
     """
-    given = ", ".join(f"{device!r}: {limit_of(nbytes)}" for device, nbytes in limits.items())
+    wanted = {device: limit_of(nbytes) for device, nbytes in limits.items()}
+    given = ", ".join(f"{device!r}: {nbytes}" for device, nbytes in wanted.items())
     said = [f"{refused.times(limits):,.2f} times these"]
     if refused.proven >= _MORE:
         said.append(f"less than {refused.proven:,.2f} times cannot")
@@ -121,12 +122,14 @@ def refusal(
     shares = refused.program.shares
     by = "" if shares == asked.program.shares else f" by shares={list(shares)}"
     full = _full(asked.topology, refused.given) if of_free else ""
-    return PassError(
+    error = PassError(
         f"balance: no placement within the limits was found{by}: {refused.missing}{full}",
         at=refused.at,
         fix=f"limits={{{given}}} {f'works{by}' if works else 'is the nearest that was found'} "
         f"({'; '.join(said)}{_beyond(asked.topology, limits)}); or {remedy or _ways(asked, refused)}",
     )
+    error.limits = wanted
+    return error
 
 
 def _ways(asked: Asked, refused: Refused) -> str:

@@ -30,6 +30,9 @@ __all__ = ["place"]
 _TRIES: Final = 3
 """How often a placement is chosen anew whose parts take more than the program for which it was chosen."""
 
+_NAMED: Final = 3
+"""How many limits a refusal tries before it names some."""
+
 _RESERVE: Final = "5%"
 _OPTIONS: Final[tuple[Option, ...]] = ("shift", "park", "recompute")
 
@@ -121,8 +124,8 @@ def place(
         capture_options["target"] = "cuda"
     given = tuple(inputs), dict(kwargs or {})
 
-    def placed(less: Mapping[str, int]) -> Placement:
-        homes = Homes(limits, kept, less, device_map, options, topology, binding, held, modules)
+    def placed(within: Any, less: Mapping[str, int]) -> Placement:
+        homes = Homes(within, kept, less, device_map, options, topology, binding, held, modules)
         twin = twin_of(model)
         calls = PlacedCalls(twin, homes, capture_options)
         with torch.set_grad_enabled(backward):
@@ -135,9 +138,7 @@ def place(
                 raise CaptureError(f"place: {e}", fix="give arguments that a plan can stand for") from None
         return Placement(model, homes, calls, held, optimizing)
 
-    placement = placed({})
-    if limits is not None:
-        placement = _within(placement, placed)
+    placement = placed(None, {}) if limits is None else _named(limits, placed)
     placement.take()
     return model
 
@@ -170,20 +171,48 @@ def _check_model(model: torch.nn.Module) -> None:
             raise CaptureError(f"place: {name!r} is on meta, so it has no data", fix="give the model data first")
 
 
-def _within(placement: Placement, placed: Callable[[Mapping[str, int]], Placement]) -> Placement:
+def _named(limits: Any, placed: Callable[[Any, Mapping[str, int]], Placement]) -> Placement:
+    """A placement within limits; a refusal names limits within which it was tried to find one.
+
+    Raises:
+        PassError: none is found.
+    """
+    try:
+        return _within(limits, placed)
+    except PassError as e:
+        refused = e
+    nearest, works = refused.limits, False
+    for _ in range(_NAMED):
+        if not nearest or limits == "auto":
+            raise refused
+        try:
+            _within(nearest, placed)
+        except PassError as e:
+            nearest = e.limits or nearest
+        else:
+            works = True
+            break
+    needed = ", ".join([f"{name!r}: {limit}" for name, limit in nearest.items()])
+    says = "works" if works else "is the nearest that was found"
+    others = refused.fix.partition("; or ")[2]
+    fix = f"limits={{{needed}}} {says}{f'; or {others}' if others else ''}"
+    raise PassError(refused.what, at=refused.at, where=refused.where, fix=fix)
+
+
+def _within(limits: Any, placed: Callable[[Any, Mapping[str, int]], Placement]) -> Placement:
     """A placement whose forward, backward and optimizer's step, each by itself, keep within what is left of the limits.
 
     What is chosen is chosen for one program, which holds less than these do together: in a step of the loop, all
     gradients and saved values of the model are there at once.
 
     Args:
-        placement: the first.
-        placed: a placement for which a program holds less by so many bytes a device.
+        limits: as they were given.
+        placed: a placement within limits for which a program holds less by so many bytes a device.
 
     Raises:
         PassError: none is found.
     """
-    less = Counter[str]()
+    placement, less = placed(limits, {}), Counter[str]()
     for _ in range(_TRIES):
         held = placement.memory()
         most = {device: limit - held.reserve.get(device, 0) for device, limit in held.limits.items()}
@@ -192,7 +221,7 @@ def _within(placement: Placement, placed: Callable[[Mapping[str, int]], Placemen
             return placement
         less.update(over)
         try:
-            placement = placed(less)
+            placement = placed(limits, less)
         except PassError:
             break
     device = max(over, key=lambda name: over[name] / most[name])
@@ -200,12 +229,13 @@ def _within(placement: Placement, placed: Callable[[Mapping[str, int]], Placemen
     nearest = {
         name: max(limit, placement.reserve.limit_of(held.peak.get(name, 0))) for name, limit in held.limits.items()
     }
-    needed = ", ".join([f"{name!r}: {limit}" for name, limit in nearest.items()])
-    raise PassError(
+    error = PassError(
         f"place: no placement within the limits was found: the {phase} lacks {nbytes_text(over[device])} on {device}",
         where=placement.reserve.where,
-        fix=f"limits={{{needed}}} is the nearest that was found",
+        fix=f"limits={nearest} is the nearest that was found",
     )
+    error.limits = nearest
+    raise error
 
 
 def _held(params: Mapping[str, torch.Tensor], optimizing: Optimizing | None) -> Held:

@@ -135,8 +135,9 @@ class Homes:
         try:
             return placing.placed(weighed(program, self.held))
         except PassError as e:
-            where = e.where or (self.reserve.where if self._given else "")
-            raise PassError(e.what, at=e.at, where=where, fix=e.fix) from None
+            error = PassError(e.what, at=e.at, where=e.where or (self.reserve.where if self._given else ""), fix=e.fix)
+            error.limits = {device: max(limit, self._given.get(device, 0)) for device, limit in e.limits.items()}
+            raise error from None
 
     def _moved(self, captured: Program) -> Program:
         assert self._moves is not None
