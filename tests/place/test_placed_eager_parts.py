@@ -463,3 +463,25 @@ def test_a_forward_that_was_set_on_the_module_is_refused() -> None:
     model.inner.forward = model.inner.forward  # type: ignore[method-assign]
     with pytest.raises(CaptureError, match="its forward was set on the module itself"):
         graphir.place(model, (X,))
+
+
+def test_an_error_of_the_backward_is_the_module_s_own() -> None:
+    class Stops(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            if grad.abs().max().item() > 100:
+                raise ValueError("the gradient is too large")
+            return grad * 2
+
+    class Careful(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return Stops.apply(super().forward(x))  # type: ignore[no-any-return]
+
+    twin = pair(Careful)[1]
+    twin(X).sum().backward()
+    with pytest.raises(ValueError, match="the gradient is too large"):
+        (twin(X).sum() * 1e9).backward()

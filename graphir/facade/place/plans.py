@@ -23,7 +23,7 @@ from ...analysis.certify import Certificate, certify
 from ...capturing.intake.state import read_state
 from ...capturing.seeded import seeded
 from ...capturing.witness import StepWitness
-from ...errors import CaptureError
+from ...errors import CaptureError, RunError
 from ...ir.blob import bound_layout
 from ...ir.plan import Plan
 from ...ir.program import Program
@@ -318,7 +318,12 @@ class _Backward:
         del values
         if not _keeps_graph():
             ctx.hidden = None
-        outputs = self._function(ran.dims, inputs, ran.step)
+        try:
+            outputs = self._function(ran.dims, inputs, ran.step)
+        except RunError as e:
+            if self._own_code and e.__cause__ is not None:
+                raise e.__cause__ from None  # as the module's own backward raises it
+            raise
         made: list[Tensor | None] = [None if i is None else outputs[i] for i in self._results]
         for k, tensor in enumerate(ran.call.tensors, len(self.params)):
             gradient = made[k]
