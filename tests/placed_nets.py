@@ -52,7 +52,7 @@ def tight(model: nn.Module, inputs: Sequence[Any] = (), *, share: float = 0.6, *
 
 def placed(model: nn.Module, inputs: Sequence[Any] = (), **options: Any) -> nn.Module:
     """The model on two devices, within 0.6 of what it takes on one, each."""
-    graphir.place(model, inputs, limits=tight(model, inputs, **options), topology="cpu", **options)
+    graphir.place(model, inputs, limits=tight(model, inputs, **options), topology="cpu", reserve=0, **options)
     held = model.placement.memory()
     assert all(held.peak.get(device, 0) <= most for device, most in held.limits.items())
     return model

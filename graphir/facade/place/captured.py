@@ -17,10 +17,10 @@ from ...parallel.containers import Containers
 from .call import PlacedCall
 from .eager import EagerParts
 
-__all__ = ["Returned", "each_once", "programs_of"]
+__all__ = ["PlacedOutput", "each_once", "programs_of"]
 
 
-class Returned:
+class PlacedOutput:
     """What a model returns, taken apart to its leaves, and put together of others."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ def programs_of(
     options: Mapping[str, Any],
     call: PlacedCall,
     wanted: tuple[int, ...] | None,
-    shape: Returned,
+    shape: PlacedOutput,
 ) -> tuple[Program, Program]:
     """The program of a call, which returns the leaves of a *shape*; and the program whose backward takes the
     gradients of all outputs that need one."""

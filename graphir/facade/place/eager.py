@@ -122,7 +122,7 @@ class _Part:
     def error(self) -> CaptureError:
         """What says why the code cannot be an operator."""
         what = f"{self._what}; and the module's own code cannot be an operator: {self.failed}"
-        return CaptureError(what, where=self._where, fix=self._fix)
+        return CaptureError(what, where=self._where, fix=f"{self._fix}; or let the module return what it changes")
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -149,6 +149,8 @@ class _Part:
             yield
         finally:
             self._double = None
+            for operator in self._operators.values():
+                operator.double = None
             del table["forward"]
 
     def _forward(self, module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +160,9 @@ class _Part:
             trial = tried(call._replace(module=lambda: double), operands)
             if call.key not in self._operators:
                 self._operators[call.key] = OwnCode(type(module).__name__, call, trial, len(operands))
-            return self._operators[call.key](operands, trial)
+            operator = self._operators[call.key]
+            operator.double = double
+            return operator(operands, trial)
         except Exception as e:
             raise self._refused(e) from None
 

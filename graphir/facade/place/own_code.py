@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 from torch.func import functional_call
@@ -84,7 +86,11 @@ class OwnCall(NamedTuple):
         with cast, _in_modes(module, self.modes), torch.random.fork_rng(cards, enabled=seed is not None):
             if seed is not None:
                 torch.manual_seed(int(seed))
-            return pytree.tree_flatten(functional_call(_Alone(module), state, args, kwargs))
+            output = functional_call(_Alone(module), state, args, kwargs)
+        after, spec = pytree.tree_flatten((args, kwargs))
+        if spec != self.spec or any(a is not b for a, b in zip(after, leaves, strict=True)):
+            raise RuntimeError("it changes a list or dict that it is given")
+        return pytree.tree_flatten(output)
 
     def leaves(self, operands: Sequence[Tensor]) -> list[Tensor]:
         """The operands without their history."""
@@ -219,72 +225,82 @@ class Trial(NamedTuple):
         return dtypes, self.needing, self.reached, list(self.gradients), self.drew, self.spec
 
 
-def tried(call: OwnCall, operands: Sequence[Tensor]) -> Trial:
+def tried(call: OwnCall, operands: Sequence[Tensor], came: Sequence[int] | None = None) -> Trial:
     """Try a call twice with numbers that are drawn, in another thread, where nothing is recorded and torch's functions
-    are its own.
+    are its own; with a backward of the outputs for which gradients *came*, by default all that need one.
 
     Raises:
         RuntimeError: the code does what no operator does.
         Exception: of the code.
     """
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_tried_twice, call, operands).result()
+        return thread.submit(_tried_twice, call, operands, came).result()
 
 
-def _tried_twice(call: OwnCall, operands: Sequence[Tensor]) -> Trial:
+def _tried_twice(call: OwnCall, operands: Sequence[Tensor], came: Sequence[int] | None) -> Trial:
     places = list(dict.fromkeys([t.device for t in operands]))
     if len(places) != 1:
         raise RuntimeError("it has operands on several devices" if places else "it has no operands")
     module = call.module()
     assert module is not None
     before = ModuleGuard({"": module})
-    versions = [t._version for t in before.plain]
+    versions = _versions(before.plain)
     with torch.random.fork_rng([place for place in places if place.type == "cuda"]):
-        first, values = _tried(call, operands, places[0])
+        first, values = _tried(call, operands, places[0], came, 0)
         changed = next(ModuleGuard({"": module}).changes_to(before), None)
         if changed is not None:
             raise RuntimeError(f"it changes {changed.attribute!r} of the module")
-        if [t._version for t in before.plain] != versions:
+        if _versions(before.plain) != versions:
             raise RuntimeError("it overwrites a tensor that is neither parameter nor buffer")
-        second, others = _tried(call, operands, places[0])
-    same = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(values, others, strict=True))
+        # With another seed, too, what does not draw returns the same.
+        second, others = _tried(call, operands, places[0], came, 0 if first.drew else 1)
+    same = len(values) == len(others) and all(map(_equal, values, others))
     if not same or not first.is_like(second):
         raise RuntimeError("two calls with the same numbers return other things")
     return first
 
 
-def _tried(call: OwnCall, operands: Sequence[Tensor], place: torch.device) -> tuple[Trial, list[Tensor]]:
+def _tried(
+    call: OwnCall, operands: Sequence[Tensor], place: torch.device, came: Sequence[int] | None, seed: int
+) -> tuple[Trial, list[Tensor]]:
     with torch.set_grad_enabled(call.grads):
-        drawn = call.leaves([_Meta.of(t).drawn(place) for t in operands])
+        given = [_Meta.of(t).drawn(place) for t in operands]
+        drawn = call.leaves(given)
         # A leaf cannot be overwritten; that this can, and was, its version says.
         inner = [torch.ops.aten.alias(t) if t.requires_grad else t for t in drawn]
-        before = [t._version for t in inner]
-        torch.manual_seed(0)
+        before, numbers = _versions(inner), [t.clone() for t in given]
+        torch.manual_seed(seed)
         states = _random_states(place)
         leaves, spec = call(inner, None)
-        drew = any(not torch.equal(a, b) for a, b in zip(states, _random_states(place), strict=True))
-        if [t._version for t in inner] != before:
+        drew = not _same_states(states, place)
+        if _versions(inner) != before or not all(map(_equal, given, numbers)):
             raise RuntimeError("it overwrites an argument or a buffer")
-        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if not outputs:
-            raise RuntimeError("it returns no tensor")
-        if any(t.layout != torch.strided for t in outputs):
-            raise RuntimeError("it returns a tensor that has no strides")
+        outputs = _checked(call, inner, given, leaves)
+        if any(t.grad is not None for t in drawn):
+            raise RuntimeError("it makes gradients of its own")
         needing = tuple([i for i, t in enumerate(outputs) if t.requires_grad])
         reached = _reached([outputs[i] for i in needing], drawn)
-        given = [torch.zeros_like(outputs[i]) for i in needing]
-        found = call_backward(call, drawn, [outputs[i] for i in needing], given) if needing else []
+        wanted = needing if came is None else came
+        ones = [torch.ones_like(outputs[i]) for i in wanted]
+        found = call_backward(call, drawn, [outputs[i] for i in wanted], ones) if wanted and call.graded else []
     if any(t is not None and t.layout != torch.strided for t in found):
         raise RuntimeError("a gradient of it has no strides")
     gradients = {i: _Meta.of(t) for i, t in zip(call.graded, found, strict=False) if t is not None}
     plain = tuple([_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves])
-    values = _apart(outputs, inner)
-    metas = tuple(map(_Meta.of, values))
-    return Trial(metas, needing, reached, gradients, drew, plain, spec), values
+    values = [t.detach() for t in outputs]
+    return Trial(tuple(map(_Meta.of, values)), needing, reached, gradients, drew, plain, spec), values
 
 
-def _random_states(place: torch.device) -> list[Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(place)] if place.type == "cuda" else [])]
+def _random_states(place: torch.device) -> list[Any]:
+    """The states of the generators that code may draw from without being given one."""
+    cards = [torch.cuda.get_rng_state(place)] if place.type == "cuda" else []
+    numbers = numpy.random.get_state(legacy=False)["state"]
+    return [torch.get_rng_state(), *cards, numbers["key"].tobytes(), numbers["pos"], random.getstate()]
+
+
+def _same_states(before: Sequence[Any], place: torch.device) -> bool:
+    pairs = zip(before, _random_states(place), strict=True)
+    return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
 
 def call_backward(
@@ -295,8 +311,51 @@ def call_backward(
     return torch.autograd.grad(outputs, graded, given, allow_unused=True)
 
 
+def _checked(call: OwnCall, operands: Sequence[Tensor], given: Sequence[Tensor], leaves: Sequence[Any]) -> list[Tensor]:
+    """The tensors among the leaves that a call has returned.
+
+    Args:
+        call: itself.
+        operands: what its code was given.
+        given: the same before buffers were copied.
+        leaves: what it has returned.
+
+    Raises:
+        RuntimeError: it has done something else than to compute these.
+    """
+    outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not outputs:
+        raise RuntimeError("it returns no tensor")
+    if any(t.layout != torch.strided for t in outputs):
+        raise RuntimeError("it returns a tensor that has no strides")
+    known = {t.untyped_storage()._cdata for t in operands}
+    for output in outputs:
+        if (storage := output.untyped_storage()._cdata) in known:
+            raise RuntimeError("it returns an argument, a tensor of its own, or one tensor twice, or a view of these")
+        known.add(storage)
+    if any(t.is_leaf and t.grad is not None for t in operands):
+        raise RuntimeError("it makes gradients of its own")
+    own = len(operands) - call.buffers
+    if any(not _equal(a, b) for a, b in zip(operands[own:], given[own:], strict=True)):
+        raise RuntimeError("it overwrites an argument or a buffer")
+    return outputs
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have equal numbers, or none at the same places."""
+    return torch.equal(one.detach().nan_to_num(), other.detach().nan_to_num())
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [t._version for t in tensors if not t.is_inference()]
+
+
 def _reached(outputs: Sequence[Tensor], operands: Sequence[Tensor]) -> tuple[int, ...]:
-    """The positions of the operands that autograd comes to from outputs."""
+    """The positions of the operands that autograd comes to from outputs.
+
+    Raises:
+        RuntimeError: it comes to other tensors, too.
+    """
     positions = {id(t): i for i, t in enumerate(operands)}
     found = {positions[id(t)] for t in outputs if id(t) in positions}
     nodes = [t.grad_fn for t in outputs if t.grad_fn is not None]
@@ -304,33 +363,15 @@ def _reached(outputs: Sequence[Tensor], operands: Sequence[Tensor]) -> tuple[int
     while nodes:
         node = nodes.pop()
         leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) in positions:
+        if leaf is not None:
+            if id(leaf) not in positions:
+                raise RuntimeError("a gradient of it goes to a tensor that is neither an argument nor its own")
             found.add(positions[id(leaf)])
         for following, _ in node.next_functions:
             if following is not None and following not in known:
                 known.add(following)
                 nodes.append(following)
     return tuple(sorted(found))
-
-
-def _apart(outputs: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs without history, each in memory of its own."""
-    known = {t.untyped_storage()._cdata for t in operands}
-    found = []
-    for output in outputs:
-        storage = output.untyped_storage()._cdata
-        found.append(_copied(output.detach()) if storage in known else output.detach())
-        known.add(storage)
-    return found
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    """A copy that lies as the tensor does."""
-    if not tensor.numel():
-        return tensor.clone()
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    whole = tensor.as_strided((span,), (1,)).clone()
-    return whole.as_strided(tensor.shape, tensor.stride(), 0)
 
 
 class OwnCode:
@@ -341,20 +382,22 @@ class OwnCode:
         call: what is called.
         trial: of one such call.
         count: how many operands it has.
+
+    Attributes:
+        double: in whose place of the module trials are made, while the module is captured.
     """
 
     def __init__(self, name: str, call: OwnCall, trial: Trial, count: int) -> None:
         self._call, self._first = call, trial
-        self._trials: dict[tuple[_Meta, ...], Trial] = {}
-        name = f"placed::{name}_{next(_numbers)}"
-        taken = [*(["seed"] if trial.drew else []), *[f"a{i}" for i in range(count)]]
-        schema = _schema(name, taken, len(trial.outputs))
+        self.double: torch.nn.Module | None = None
+        self._trials: dict[object, Trial] = {}
+        self._backwards: dict[tuple[int, ...], Any] = {}
+        self._name = f"placed::{name}_{next(_numbers)}"
+        self._operands = [*(["seed"] if trial.drew else []), *[f"a{i}" for i in range(count)]]
+        schema = _schema(self._name, self._operands, len(trial.outputs))
         self._forward = register_operator(schema, kernel=self._run, fake=self._like_outputs)
         if trial.gradients:
-            gradients = [f"g{i}" for i in trial.needing]
-            schema = _schema(f"{name}_backward", [*gradients, *taken], len(trial.gradients))
-            self._backward = register_operator(schema, kernel=self._run_back, fake=self._like_gradients)
-            torch.library.register_autograd(name, self._derive, setup_context=_keep)
+            torch.library.register_autograd(self._name, self._derive, setup_context=_keep)
 
     def __call__(self, operands: Sequence[Tensor], trial: Trial) -> Any:
         """What the module returns, in a capture.
@@ -364,7 +407,7 @@ class OwnCode:
         """
         if not trial.is_like(self._first):
             raise RuntimeError("what it returns depends on sizes, and not by sizes alone")
-        self._trials[tuple(map(_Meta.of, operands))] = trial
+        self._trials[tuple(map(_Meta.of, operands)), self._first.needing] = trial
         seed = [torch.randint(_SEEDS, (), device=operands[0].device)] if trial.drew else []
         found = self._forward(*seed, *operands)
         tensors = [found] if isinstance(found, Tensor) else found
@@ -372,68 +415,76 @@ class OwnCode:
         given = iter([t if i in needing else t.detach() for i, t in enumerate(tensors)])
         return pytree.tree_unflatten([next(given) if leaf is _TENSOR else leaf for leaf in trial.leaves], trial.spec)
 
-    def _trial(self, operands: Sequence[Tensor]) -> Trial:
-        key = tuple(map(_Meta.of, operands))
+    def _trial(self, operands: Sequence[Tensor], came: tuple[int, ...] | None = None) -> Trial:
+        """The trial of operands of these sizes, with a backward of the outputs for which gradients *came*."""
+        came = self._first.needing if came is None else came
+        key = tuple(map(_Meta.of, operands)), came
         if key not in self._trials:
-            self._trials[key] = tried(self._call, operands)
+            double = self.double
+            call = self._call if double is None else self._call._replace(module=lambda: double)
+            self._trials[key] = tried(call, operands, came)
         return self._trials[key]
 
     def _like_outputs(self, *given: Tensor) -> Any:
         operands = self._taken(given)[1]
         return _one_or_all([meta.empty(operands[0].device) for meta in self._trial(operands).outputs])
 
-    def _like_gradients(self, *given: Tensor) -> Any:
-        operands = self._taken(given[len(self._first.needing) :])[1]
-        return _one_or_all([meta.empty(operands[0].device) for meta in self._trial(operands).gradients.values()])
+    def _like_gradients(self, came: tuple[int, ...], *given: Tensor) -> Any:
+        operands = self._taken(given[len(came) :])[1]
+        return _one_or_all([meta.empty(operands[0].device) for meta in self._trial(operands, came).gradients.values()])
+
+    def _backward(self, came: tuple[int, ...], trial: Trial) -> Any:
+        """The operator of a backward of some outputs."""
+        if came not in self._backwards:
+            name = f"{self._name}_backward{''.join([f'_{i}' for i in came])}"
+            schema = _schema(name, [*[f"g{i}" for i in came], *self._operands], len(trial.gradients))
+            self._backwards[came] = register_operator(
+                schema, kernel=_Bound(self._run_back, came), fake=_Bound(self._like_gradients, came)
+            )
+        return self._backwards[came]
 
     def _run(self, *given: Tensor) -> Any:
         """The kernel of the forward."""
         seed, operands = self._taken(given)
         trial = self._trial(operands)
         with _recorded(), torch.set_grad_enabled(self._call.grads):  # kernels may be others without
-            inner = self._call.leaves(operands)
-            leaves = self._returned(inner, seed)
-        outputs = _apart(leaves, inner)
-        return _one_or_all([meta.laid_out(t) for meta, t in zip(trial.outputs, outputs, strict=True)])
+            outputs = self._returned(self._call.leaves(operands), operands, seed)
+        return _one_or_all([meta.laid_out(t.detach()) for meta, t in zip(trial.outputs, outputs, strict=True)])
 
-    def _run_back(self, *given: Tensor) -> Any:
-        """The kernel of the backward."""
-        count = len(self._first.needing)
-        seed, operands = self._taken(given[count:])
-        trial = self._trial(operands)
+    def _run_back(self, came: tuple[int, ...], *given: Tensor) -> Any:
+        """The kernel of a backward."""
+        seed, operands = self._taken(given[len(came) :])
+        trial = self._trial(operands, came)
         with _recorded(), torch.enable_grad():
             inner = self._call.leaves(operands)
-            outputs = self._returned(inner, seed)
-            found = call_backward(self._call, inner, [outputs[i] for i in self._first.needing], given[:count])
-        by_position = dict(zip(self._call.graded, found, strict=True))
-        return _one_or_all(
-            [
-                meta.empty(operands[i].device).zero_() if (t := by_position[i]) is None else meta.laid_out(t)
-                for i, meta in trial.gradients.items()
-            ]
-        )
+            outputs = self._returned(inner, operands, seed)
+            found = call_backward(self._call, inner, [outputs[i] for i in came], given[: len(came)])
+        made = {i: t for i, t in zip(self._call.graded, found, strict=True) if t is not None}
+        if made.keys() != trial.gradients.keys():
+            raise RuntimeError(
+                "the backward of a module's own code has gradients for other tensors than when it was tried"
+            )
+        return _one_or_all([meta.laid_out(made[i]) for i, meta in trial.gradients.items()])
 
-    def _returned(self, operands: Sequence[Tensor], seed: Tensor | None) -> list[Tensor]:
+    def _returned(self, inner: Sequence[Tensor], operands: Sequence[Tensor], seed: Tensor | None) -> list[Tensor]:
         """The tensors that the module returns.
 
         Raises:
             RuntimeError: it does, or returns, something else than in its trial.
         """
         first, place = self._first, operands[0].device
-        before, states = [t._version for t in operands], _random_states(place)
-        leaves, _ = self._call(operands, seed)
-        if [t._version for t in operands] != before:
+        before, states = _versions(inner), _random_states(place)
+        leaves, _ = self._call(inner, seed)
+        if _versions(inner) != before:
             raise RuntimeError("it overwrites an argument or a buffer")
-        if any(not torch.equal(a, b) for a, b in zip(states, _random_states(place), strict=True)):
+        if not _same_states(states, place):
             raise RuntimeError("it draws random numbers, as it did not when it was tried")
         if not is_same(tuple([_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]), first.leaves):
             raise RuntimeError("it returns other things that are no tensors than when it was tried")
-        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        needing = [t for t in outputs if t.requires_grad]
-        if self._call.graded and (
-            [i for i, t in enumerate(outputs) if t.requires_grad] != list(first.needing)
-            or _reached(needing, operands) != first.reached
-        ):
+        outputs = _checked(self._call, inner, operands, leaves)
+        needing = tuple([i for i, t in enumerate(outputs) if t.requires_grad])
+        reached = _reached([outputs[i] for i in needing], inner)
+        if self._call.graded and (needing != first.needing or reached != first.reached):
             raise RuntimeError("gradients of it go to other operands than when it was tried")
         return outputs
 
@@ -444,18 +495,26 @@ class OwnCode:
         """What autograd calls in a capture."""
         operands = ctx.saved_tensors
         seed, own = self._taken(operands)
-        trial = self._trial(own)
-        wanted = [
-            own[0].new_zeros(meta.shape, dtype=meta.dtype) if grads[i] is None else grads[i]
-            for i, meta in enumerate(trial.outputs)
-            if i in trial.needing
-        ]
-        found = self._backward(*wanted, *operands)
-        made = dict(zip(trial.gradients, [found] if isinstance(found, Tensor) else found, strict=True))
+        came = tuple([i for i in self._first.needing if grads[i] is not None])
+        made: Mapping[int, Tensor] = {}
+        if came and (trial := self._trial(own, came)).gradients:
+            found = self._backward(came, trial)(*[grads[i] for i in came], *operands)
+            made = dict(zip(trial.gradients, [found] if isinstance(found, Tensor) else found, strict=True))
         return (*([] if seed is None else [None]), *[made.get(i) for i in range(len(own))])
 
 
+class _Bound:
+    """A function whose first argument is known; its signature is that of an operator."""
+
+    def __init__(self, function: Callable[..., Any], first: object) -> None:
+        self._function, self._first = function, first
+
+    def __call__(self, *given: Tensor) -> Any:
+        return self._function(self._first, *given)
+
+
 def _keep(ctx: Any, inputs: Sequence[Tensor], output: Any) -> None:
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs)
 
 

@@ -33,7 +33,7 @@ from ...parallel.lent_state import LentState
 from ..plan_cache import ModuleGuard
 from .across import across
 from .call import PlacedCall
-from .captured import Returned, each_once, programs_of
+from .captured import PlacedOutput, each_once, programs_of
 from .eager import EagerParts
 from .homes import Homes
 from .own_code import NAMESPACE
@@ -95,7 +95,7 @@ class PlacedPlans:
         told: Callable[[tuple[int, ...]], None],
     ) -> None:
         twin = eager.model
-        self._shape = Returned()
+        self._shape = PlacedOutput()
         captured, whole = programs_of(eager, options, call, wanted, self._shape)
         needing = each_once(whole) if whole.interface.differentiable else ()
         differentiable = set(whole.interface.differentiable)
@@ -115,6 +115,7 @@ class PlacedPlans:
         self._forward = Function(self.plans[0], self._state.tensors, homes.binding)
         self._scatter = Scatter(forward, self._forward.places, witness=witness_of(forward, forward))
         self._random = any(op.seed is not None for op in program.step.ops)
+        self._own_code = any(op.type.startswith(NAMESPACE) for op in program.step.ops)
         fetches = forward.interface.fetches
         returned = list(dict.fromkeys([str(fetch.blob) for fetch in fetches if fetch.blob is not None]))
         if not returned:
@@ -140,7 +141,7 @@ class PlacedPlans:
             kept = {n: t for n, t in kept.items() if not t.is_inference()}
             read = set(plan.step.external_inputs)
             again = list(kept.values())
-            if own_code := any(op.type.startswith(NAMESPACE) for op in plan.step.ops):
+            if self._own_code:
                 again += [tensor for tensor in guard.plain if not tensor.is_inference()]
             self._node = _Backward(
                 twin,
@@ -155,7 +156,7 @@ class PlacedPlans:
                 [str(feed.blob) for feed in forward.interface.feeds],
                 call.graded,
                 Earlier(twin, guard, self._state.overwritten, again, "the model"),
-                own_code,
+                self._own_code,
                 lock,
                 self._random,
                 told,
@@ -179,12 +180,18 @@ class PlacedPlans:
             RunError: an operator failed.
         """
         dims, given = self._scatter.split(call.args, dict(call.kwargs))
-        step = int(torch.randint(2**62, ())) if self._random else 0
-        run = partial(self._run, call, dims, given, step)
-        if self._node is None:
-            outputs: Sequence[Tensor] = self._outputs(run()[1])
-        else:
-            outputs = _Node.apply(self, run, *self._node.params.values(), *call.tensors)  # type: ignore[attr-defined]
+        drawn = torch.get_rng_state() if self._random or self._own_code else None
+        try:
+            step = int(torch.randint(2**62, ())) if self._random else 0
+            run = partial(self._run, call, dims, given, step)
+            if self._node is None:
+                outputs: Sequence[Tensor] = self._outputs(run()[1])
+            else:
+                outputs = _Node.apply(self, run, *self._node.params.values(), *call.tensors)  # type: ignore[attr-defined]
+        except RunError:
+            if drawn is not None:  # the model's own code draws from where this has begun
+                torch.set_rng_state(drawn)
+            raise
         leaves: list[Any] = [value if i is None else outputs[i] for value, i in self._leaves]
         for position in self._stopped:
             leaves[position] = leaves[position].detach()
@@ -353,7 +360,7 @@ class _Backward:
                 drawn = seeded(ran.step) if self._random else contextlib.nullcontext()
                 with across(self._twin), drawn:
                     output = self._twin(*args, **kwargs)
-                returned = Returned().leaves(output)
+                returned = PlacedOutput().leaves(output)
                 outputs = [returned[self._leaf_of[i]] for i in came]
             return torch.autograd.grad(outputs, wanted, given, create_graph=create, allow_unused=True)
 

@@ -114,7 +114,7 @@ def replicated(r: int) -> Counts:
         copies=r * (r - 1),
         records=records + taken + ready + reduced,
         waits=waits + taken + r * r + r * r,  # sums for all gradients; gradients' memory for all sums
-        switches=45 * r - 1,  # operators of replicas alternate; one for each pair would be too many
+        switches=44 * r - 1,  # operators of replicas alternate; one for each pair would be too many
         streams=2 * r + 1,  # compute and copy_in, and the gate
         nbytes=r * (r - 1) * pack(),
     )
@@ -130,7 +130,7 @@ EXPECTED: dict[str, Counts] = {
     # direction has a lane, and a stream beside that on the device that it copies from.
     "shifted": Counts(41, 4, 17, 25, 15, 2 + 2 + 2 + 1, 4 * ACTIVATION),
     # The same of both replicas; gradients are two groups, one on each pair of devices.
-    "2 replicas, shifted": Counts(96, 2 * 4 + 2 * 2, 42, 70, 116, 4 + 4 + 4 + 1, 8 * ACTIVATION + 2 * pack()),
+    "2 replicas, shifted": Counts(96, 2 * 4 + 2 * 2, 42, 70, 114, 4 + 4 + 4 + 1, 8 * ACTIVATION + 2 * pack()),
     # Out and back: copy_out and copy_in of one device, whose lanes are on the host and on the device.
     "parked": Counts(40, 2, 12, 13, 7, 4, 2 * ACTIVATION),
     # Forward and backward twice, the sums of gradients, and one update.
