@@ -16,7 +16,7 @@ on with that in mind.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -92,7 +92,6 @@ class Balance(Pass):
         remedy: str = "",
         place: Topology | None = None,
         like: str = "",
-        limit_of: Callable[[int], int] = int,
     ) -> Balanced:
         """The placement, with what led to it.
 
@@ -104,15 +103,12 @@ class Balance(Pass):
                 of :func:`balance` can.
             place: the machine at hand, where no topology was given and the caller knows how devices are bound.
             like: the passes of the only placement that will do, as text; by default any.
-            limit_of: the limit that the caller has to give so that plans may hold so many bytes.
         """
         self.require_order(program)
         require_captured(program, self.name)
         if CPU in self.pin.values():
             there, pin = on_host(program, self.pin, "shift" in self.options)
-            found = self.model_copy(update={"pin": pin}).balanced(
-                there, profile, threads, remedy, place, limit_of=limit_of
-            )
+            found = self.model_copy(update={"pin": pin}).balanced(there, profile, threads, remedy, place)
             return replace(found, pipeline=" | ".join(found.program.history[len(program.history) :]))
         with collector_paused(), blamed(program):
             begun = time.perf_counter()
@@ -122,9 +118,7 @@ class Balance(Pass):
             except Refused as refused:
                 limits, works = nearest_limits(asked, refused, begun)
                 of_free = self.limits == "auto"
-                raise refusal(
-                    asked, refused, limits, works=works, of_free=of_free, remedy=remedy, limit_of=limit_of
-                ) from None
+                raise refusal(asked, refused, limits, works=works, of_free=of_free, remedy=remedy) from None
             except GraphirError as e:  # a reduction lacks a link
                 raise e if isinstance(e, PassError) else PassError(f"balance: {e.what}", at=e.at, fix=e.fix) from None
 

@@ -89,7 +89,7 @@ def uncalled_views(plan: Plan, thread: Mapping[str, int], shared: Collection[_Va
         if earlier is None or made in shared:
             continue
         first = same.get(earlier, earlier)
-        # What a caller gets is nobody else's tensor: neither an input, nor state, nor another thing that it gets.
+        # A tensor that a caller gets is neither an input, nor state, nor handed out under another name, too.
         if made[0] not in kept or (first[0] not in given and first[0] not in handed):
             same[made] = first
             handed.update({first[0]} if made[0] in kept else ())

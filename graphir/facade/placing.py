@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, Literal, TypeAlias
 
@@ -59,7 +59,6 @@ class Placing:
         binding: as a session takes it.
         shares: whether the first placement also chooses the shares of the batch.
         options: what may be done, as :func:`graphir.passes.balance` takes them.
-        limit_of: the limit that the caller has to give so that plans may hold so many bytes: a refusal names it.
 
     Attributes:
         limits: by device, in bytes; ``auto`` until the first program is placed.
@@ -76,13 +75,11 @@ class Placing:
         binding: Binding = "auto",
         shares: bool = False,
         options: Sequence[Option] = OPTIONS,
-        limit_of: Callable[[int], int] = int,
     ) -> None:
         given = build(Balance, limits=limits, topology=topology, options=options)
         self.limits: Mapping[str, int] | Literal["auto"] = given.limits
         self._topology, self._binding = given.topology, binding
         self._options: tuple[Option, ...] = (*given.options, *(("shares",) if shares else ()))
-        self._limit_of = limit_of
         self.balanced: Balanced | None = None
         self._homes: dict[str, Device] = {}
         self._away: set[str] = set()
@@ -119,7 +116,7 @@ class Placing:
         asked: dict[str, object] = {"limits": self.limits, "topology": self._topology, "devices": self._bound()}
         later = [option for option in self._options if option in _LATER]
         given = {"options": later, **asked, **options}
-        found = build(Balance, **given).balanced(program, "cached", threads, remedy, place, like, self._limit_of)
+        found = build(Balance, **given).balanced(program, "cached", threads, remedy, place, like)
         if self.limits == "auto":
             self.limits = found.limits
             limits = ", ".join([f"{device} {nbytes_text(most)}" for device, most in found.limits.items()])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from graphir.analysis.topology import Topology
@@ -92,14 +92,7 @@ def missing_of(plans: Plans, peaks: Mapping[str, int], made: Program | None) -> 
 
 
 def refusal(
-    asked: Asked,
-    refused: Refused,
-    limits: Mapping[str, int],
-    *,
-    works: bool,
-    of_free: bool,
-    remedy: str,
-    limit_of: Callable[[int], int] = int,
+    asked: Asked, refused: Refused, limits: Mapping[str, int], *, works: bool, of_free: bool, remedy: str
 ) -> PassError:
     """The error that says what is missing, and limits.
 
@@ -110,10 +103,8 @@ def refusal(
         works: whether there is a placement within these.
         of_free: whether the limits that were given are of what is free.
         remedy: what there is to do beside giving more; empty: what a caller of a balance can do.
-        limit_of: the limit that the caller has to give so that plans may hold so many bytes.
     """
-    wanted = {device: limit_of(nbytes) for device, nbytes in limits.items()}
-    given = ", ".join(f"{device!r}: {nbytes}" for device, nbytes in wanted.items())
+    given = ", ".join(f"{device!r}: {nbytes}" for device, nbytes in limits.items())
     said = [f"{refused.times(limits):,.2f} times these"]
     if refused.proven >= _MORE:
         said.append(f"less than {refused.proven:,.2f} times cannot")
@@ -128,7 +119,7 @@ def refusal(
         fix=f"limits={{{given}}} {f'works{by}' if works else 'is the nearest that was found'} "
         f"({'; '.join(said)}{_beyond(asked.topology, limits)}); or {remedy or _ways(asked, refused)}",
     )
-    error.limits = wanted
+    error.limits = limits
     return error
 
 

@@ -182,9 +182,9 @@ def _named(limits: Any, placed: Callable[[Any, Mapping[str, int]], Placement]) -
     except PassError as e:
         refused = e
     nearest, works = refused.limits, False
+    if not nearest or limits == "auto":
+        raise refused
     for _ in range(_NAMED):
-        if not nearest or limits == "auto":
-            raise refused
         try:
             _within(nearest, placed)
         except PassError as e:

@@ -67,7 +67,7 @@ class Homes:
             left: Mapping[DeviceName, int] = {
                 d: nbytes - less.get(d, 0) for d, nbytes in reserve.less(self._given).items()
             }
-            self._placing = Placing(left, topology, binding, options=options, limit_of=reserve.limit_of)
+            self._placing = Placing(left, topology, binding, options=options)
         self._moves = None if device_map is None else _moves(device_map)
         self.device_map: Mapping[str, int | str] = {"": 0}
         self._known: dict[str, Device] = {}
@@ -136,7 +136,8 @@ class Homes:
             return placing.placed(weighed(program, self.held))
         except PassError as e:
             error = PassError(e.what, at=e.at, where=e.where or (self.reserve.where if self._given else ""), fix=e.fix)
-            error.limits = {device: max(limit, self._given.get(device, 0)) for device, limit in e.limits.items()}
+            least = self.reserve.limit_of
+            error.limits = {device: max(least(most), self._given.get(device, 0)) for device, most in e.limits.items()}
             raise error from None
 
     def _moved(self, captured: Program) -> Program:

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy
@@ -23,7 +24,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from ...ir.registration import register_operator
-from ..plan_cache.guard import ModuleGuard
+from ..plan_cache import ModuleGuard
 from ..plan_cache.inventory import VALUES, is_same
 
 __all__ = ["NAMESPACE", "OwnCall", "OwnCode", "Trial", "read_own_call", "tried"]
@@ -72,7 +73,7 @@ class OwnCall(NamedTuple):
         """What the module returns, as leaves, and how these are put together.
 
         Raises:
-            RuntimeError: it overwrites a buffer.
+            RuntimeError: the code changes a list, a dict, a buffer or a parameter.
         """
         module = self.module()
         if module is None:
@@ -104,7 +105,7 @@ def read_own_call(
 ) -> tuple[OwnCall, list[Tensor]]:
     """A call of a module, and its operands."""
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-    others = tuple([_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    others = _others(leaves)
     buffers = dict(module.named_buffers())
     state = {**dict(module.named_parameters()), **buffers}
     operands = [*[leaf for leaf in leaves if isinstance(leaf, Tensor)], *state.values()]
@@ -113,12 +114,17 @@ def read_own_call(
     grads = torch.is_grad_enabled()
     graded = tuple([i for i, t in enumerate(operands) if grads and t.requires_grad])
     modes = tuple([inner.training for inner in module.modules()])
-    # What is no value is itself; the call keeps it, so that no other object comes by its id.
+    # The call keeps each object that is no value: no other object comes by the object's id.
     told = tuple([(type(o), repr(o)) if isinstance(o, VALUES) else id(o) for o in others])
     traits = tuple([(t.dtype, t.dim()) for t in operands])
     key = (spec, told, tuple(state), graded, grads, modes, kind, cast, traits)
     call = OwnCall(weakref.ref(module), spec, others, tuple(state), len(buffers), graded, grads, modes, kind, cast, key)
     return call, operands
+
+
+def _others(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """The leaves, with :data:`_TENSOR` for each tensor."""
+    return tuple([_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
 @contextlib.contextmanager
@@ -275,20 +281,17 @@ def _tried(
         drew = not _same_states(states, place)
         if _versions(inner) != before or not all(map(_equal, given, numbers)):
             raise RuntimeError("it overwrites an argument or a buffer")
-        outputs = _checked(call, inner, given, leaves)
-        if any(t.grad is not None for t in drawn):
-            raise RuntimeError("it makes gradients of its own")
+        outputs = _checked(call, drawn, given, leaves)
         needing = tuple([i for i, t in enumerate(outputs) if t.requires_grad])
         reached = _reached([outputs[i] for i in needing], drawn)
         wanted = needing if came is None else came
         ones = [torch.ones_like(outputs[i]) for i in wanted]
-        found = call_backward(call, drawn, [outputs[i] for i in wanted], ones) if wanted and call.graded else []
+        found = _gradients(call, drawn, [outputs[i] for i in wanted], ones) if wanted and call.graded else []
     if any(t is not None and t.layout != torch.strided for t in found):
         raise RuntimeError("a gradient of it has no strides")
     gradients = {i: _Meta.of(t) for i, t in zip(call.graded, found, strict=False) if t is not None}
-    plain = tuple([_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves])
     values = [t.detach() for t in outputs]
-    return Trial(tuple(map(_Meta.of, values)), needing, reached, gradients, drew, plain, spec), values
+    return Trial(tuple(map(_Meta.of, values)), needing, reached, gradients, drew, _others(leaves), spec), values
 
 
 def _random_states(place: torch.device) -> list[Any]:
@@ -303,7 +306,7 @@ def _same_states(before: Sequence[Any], place: torch.device) -> bool:
     return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
 
-def call_backward(
+def _gradients(
     call: OwnCall, operands: Sequence[Tensor], outputs: Sequence[Tensor], given: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
     """The gradients of the operands that need one; None for those that the outputs do not come from."""
@@ -316,7 +319,7 @@ def _checked(call: OwnCall, operands: Sequence[Tensor], given: Sequence[Tensor],
 
     Args:
         call: itself.
-        operands: what its code was given.
+        operands: the leaves of what its code was given.
         given: the same before buffers were copied.
         leaves: what it has returned.
 
@@ -333,7 +336,7 @@ def _checked(call: OwnCall, operands: Sequence[Tensor], given: Sequence[Tensor],
         if (storage := output.untyped_storage()._cdata) in known:
             raise RuntimeError("it returns an argument, a tensor of its own, or one tensor twice, or a view of these")
         known.add(storage)
-    if any(t.is_leaf and t.grad is not None for t in operands):
+    if any(t.grad is not None for t in operands):
         raise RuntimeError("it makes gradients of its own")
     own = len(operands) - call.buffers
     if any(not _equal(a, b) for a, b in zip(operands[own:], given[own:], strict=True)):
@@ -439,7 +442,7 @@ class OwnCode:
             name = f"{self._name}_backward{''.join([f'_{i}' for i in came])}"
             schema = _schema(name, [*[f"g{i}" for i in came], *self._operands], len(trial.gradients))
             self._backwards[came] = register_operator(
-                schema, kernel=_Bound(self._run_back, came), fake=_Bound(self._like_gradients, came)
+                schema, kernel=partial(self._run_back, came), fake=partial(self._like_gradients, came)
             )
         return self._backwards[came]
 
@@ -458,7 +461,7 @@ class OwnCode:
         with _recorded(), torch.enable_grad():
             inner = self._call.leaves(operands)
             outputs = self._returned(inner, operands, seed)
-            found = call_backward(self._call, inner, [outputs[i] for i in came], given[: len(came)])
+            found = _gradients(self._call, inner, [outputs[i] for i in came], given[: len(came)])
         made = {i: t for i, t in zip(self._call.graded, found, strict=True) if t is not None}
         if made.keys() != trial.gradients.keys():
             raise RuntimeError(
@@ -479,7 +482,7 @@ class OwnCode:
             raise RuntimeError("it overwrites an argument or a buffer")
         if not _same_states(states, place):
             raise RuntimeError("it draws random numbers, as it did not when it was tried")
-        if not is_same(tuple([_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]), first.leaves):
+        if not is_same(_others(leaves), first.leaves):
             raise RuntimeError("it returns other things that are no tensors than when it was tried")
         outputs = _checked(self._call, inner, operands, leaves)
         needing = tuple([i for i, t in enumerate(outputs) if t.requires_grad])
@@ -501,16 +504,6 @@ class OwnCode:
             found = self._backward(came, trial)(*[grads[i] for i in came], *operands)
             made = dict(zip(trial.gradients, [found] if isinstance(found, Tensor) else found, strict=True))
         return (*([] if seed is None else [None]), *[made.get(i) for i in range(len(own))])
-
-
-class _Bound:
-    """A function whose first argument is known; its signature is that of an operator."""
-
-    def __init__(self, function: Callable[..., Any], first: object) -> None:
-        self._function, self._first = function, first
-
-    def __call__(self, *given: Tensor) -> Any:
-        return self._function(self._first, *given)
 
 
 def _keep(ctx: Any, inputs: Sequence[Tensor], output: Any) -> None:
