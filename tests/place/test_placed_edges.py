@@ -199,3 +199,13 @@ def test_a_class_that_copies_itself() -> None:
     model = graphir.place(Own(8, 8), (X,))
     with pytest.warns(EagerWarning, match="Own copies itself: the copy is not placed"):
         assert type(copy.deepcopy(model)) is Own
+
+
+def test_a_gradient_that_forward_asks_for_is_refused() -> None:
+    model = Of(lambda x, y: (x.requires_grad_(), y)[1])
+    with pytest.raises(CaptureError, match=r"sets requires_grad of input 'x', whose gradient nobody would get"):
+        graphir.place(model, (X,))
+    graphir.place(model, (X.clone().requires_grad_(),))
+    x = X.clone().requires_grad_()
+    model(x).sum().backward()
+    assert x.grad is not None

@@ -17,6 +17,7 @@ import torch
 from placed_nets import MAP, Net, deep, same, tight, trained
 from runnable import short_searches
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import graphir
 from graphir.errors import CaptureError, PassError
@@ -148,6 +149,20 @@ def test_hooks_inside_run_the_models_own_code() -> None:
         model(X)
         model(X)
     assert len(said) == 1 and called == [1, 1]
+
+
+def test_hooks_of_all_modules_run_the_models_own_code() -> None:
+    model = net()
+    eager = model(X)["out"]
+    handle = register_module_forward_hook(lambda module, _, out: out * 2 if isinstance(module, nn.Linear) else None)
+    try:
+        with pytest.warns(graphir.EagerWarning, match="hooks are set for all modules"):
+            assert not torch.equal(model(X)["out"], eager)
+        with pytest.raises(graphir.CaptureError, match="place: hooks are set for all modules"):
+            graphir.place(deep(), (X,))
+    finally:
+        handle.remove()
+    assert torch.equal(model(X)["out"], eager)
 
 
 def test_an_optimizer_made_before() -> None:

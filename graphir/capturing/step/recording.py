@@ -187,8 +187,15 @@ def _forward_only(step: Step, leaves: Sequence[Any], recorder: Recorder, check_s
 
 
 def _forward_backward(step: Step, leaves: Sequence[Any], recorder: Recorder, check_settings: _Check) -> Outcome:
+    needing = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
     output, _ = _forward(step, leaves, recorder, check_settings)
     recorder.end_forward()
+    for given, leaf, needed in zip(step.arguments.leaves, leaves, needing, strict=True):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad != needed:
+            raise CaptureError(
+                f"the step sets requires_grad of input {given.name!r}, whose gradient nobody would get",
+                fix="set it before the call",
+            )
     with autocast_off(), recorder.follow_step():
         joint = joint_backward(output, step.positions, recorder)
     recorder.end_backward(0, joint.found)

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
 
 from graphir.runtime.machine.surroundings import follow_forks
@@ -159,6 +160,8 @@ class PlacedCalls:
         Raises:
             Unfit: others may do anything.
         """
+        if _has_any_global_hook():
+            raise Unfit("hooks are set for all modules")
         hooks = [hook for hook in guard.hooks_inside() if not isinstance(hook, bool)]
         for hook in hooks:
             if _library_of(hook) not in _LIBRARIES:

@@ -135,7 +135,7 @@ def place(
             try:
                 calls.begin(*given)
             except Unfit as e:
-                raise CaptureError(f"place: {e}", fix="give arguments that a plan can stand for") from None
+                raise CaptureError(f"place: {e}", fix="place the model without that, or give other arguments") from None
         return Placement(model, homes, calls, held, optimizing)
 
     placement = placed(None, {}) if limits is None else _named(limits, placed)

@@ -14,17 +14,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Final
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...capturing.capture import capture
 from ...capturing.words.places import module_of
 from ...errors import CaptureError, EagerWarning, counted, warn
 from ...ir.program import Program
-from .own_code import OwnCode, read_own_call, tried
+from ..plan_cache import ModuleGuard
+from .own_code import DRAWN_SEEDS, OwnCode, read_own_call, seeded_alone, tried
 
 __all__ = ["EagerParts"]
 
@@ -60,6 +63,8 @@ class EagerParts:
         while True:
             try:
                 with contextlib.ExitStack() as stack:
+                    for part in self._parts.values():  # before any is in place: one may be within another
+                        part.copy()
                     for part in self._parts.values():
                         stack.enter_context(part.in_place())
                     program = capture(self.model, inputs, **options)
@@ -67,7 +72,7 @@ class EagerParts:
             except CaptureError as e:
                 found = self._uncovered(e)
                 if not found:
-                    failed = [part.error() for part in self._parts.values() if part.failed]
+                    failed = [part.error() for part in self._parts.values() if part.why_not()]
                     for path in refused:
                         del self._parts[path]
                     raise (failed[0] if failed else e) from None
@@ -83,6 +88,14 @@ class EagerParts:
                 EagerWarning,
             )
         return program
+
+    @contextlib.contextmanager
+    def seeded(self) -> Iterator[None]:
+        """While this is active, modules that draw in an operator draw as that operator does."""
+        with contextlib.ExitStack() as stack:
+            for part in self._parts.values():
+                stack.enter_context(part.seeded())
+            yield
 
     def _uncovered(self, error: CaptureError) -> dict[str, torch.nn.Module]:
         """The module where a capture ended, and all of its class; none where these are too much of the model."""
@@ -103,69 +116,110 @@ class _Part:
     Args:
         module: itself.
         error: what a capture says of its code.
-
-    Attributes:
-        failed: why that code cannot be an operator, where that was found.
     """
 
     def __init__(self, module: torch.nn.Module, error: CaptureError) -> None:
         self._module = weakref.ref(module)
         self._what, self._where, self._fix = error.what, error.where, error.fix
         self._operators: dict[Hashable, OwnCode] = {}
+        self._loose: dict[Hashable, Hashable] = {}
         self._double: torch.nn.Module | None = None
-        self.failed = ""
+        self._guard: ModuleGuard | None = None
+        self._failed = self._others = ""
 
     def is_of(self, module: torch.nn.Module | None) -> bool:
         """Whether the module is this one."""
         return module is not None and self._module() is module
 
+    def why_not(self) -> str:
+        """Why the code cannot be an operator, where that was found in a capture; else empty."""
+        return self._failed or self._others
+
     def error(self) -> CaptureError:
         """What says why the code cannot be an operator."""
-        what = f"{self._what}; and the module's own code cannot be an operator: {self.failed}"
+        what = f"{self._what}; and the module's own code cannot be an operator: {self.why_not()}"
         return CaptureError(what, where=self._where, fix=f"{self._fix}; or let the module return what it changes")
 
-    @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """While this is active, the module's ``forward`` is the operator.
+    def copy(self) -> None:
+        """Copy the module: what is being captured no other thread may run, and trials are made in another one.
 
         Raises:
             CaptureError: the module cannot be copied.
         """
         module = self._module()
+        self._failed = self._others = ""
         if module is None:
-            yield
             return
-        table = vars(module)
-        self.failed = ""
-        try:  # what is being captured no other thread may run, and trials are made in another one
-            if "forward" in table:
+        try:
+            if "forward" in vars(module):
                 raise RuntimeError("its forward was set on the module itself")
             own = {id(t): t for t in (*module.parameters(), *module.buffers())}
             self._double = copy.deepcopy(module, own)
         except Exception as e:
             raise self._refused(e) from None
-        table["forward"] = partial(self._forward, module)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While this is active, the module's ``forward`` is the operator; the module was copied."""
         try:
-            yield
+            with self._replaced(self._forward):
+                yield
         finally:
             self._double = None
             for operator in self._operators.values():
                 operator.double = None
-            del table["forward"]
+
+    def seeded(self) -> AbstractContextManager[None]:
+        """While this is active, the module's ``forward`` draws as its operator does, where that draws."""
+        return self._replaced(self._forward_seeded)
+
+    @contextlib.contextmanager
+    def _replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
+        module = self._module()
+        if module is None:
+            yield
+            return
+        vars(module)["forward"] = partial(forward, module)
+        try:
+            yield
+        finally:
+            del vars(module)["forward"]
+
+    def guard(self) -> ModuleGuard:
+        """A guard of the module as it is now."""
+        if self._guard is None or not self._guard.unchanged():
+            module = self._module()
+            assert module is not None
+            self._guard = ModuleGuard({"": module}, in_place=True)
+        return self._guard
 
     def _forward(self, module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         call, operands = read_own_call(module, args, kwargs)
         double = self._double
         try:
             trial = tried(call._replace(module=lambda: double), operands)
-            if call.key not in self._operators:
-                self._operators[call.key] = OwnCode(type(module).__name__, call, trial, len(operands))
-            operator = self._operators[call.key]
+            operator = self._operators.get(call.key)
+            if operator is None:
+                if self._loose.setdefault(call.loose, call.key) != call.key:
+                    self._others = "it is given another object in each call, among arguments that are no tensors"
+                name = type(module).__name__
+                operator = OwnCode(name, call, trial, len(operands), weakref.WeakMethod(self.guard))
+                self._operators[call.key] = operator
             operator.double = double
-            return operator(operands, trial)
+            operator.admit(operands, trial)
         except Exception as e:
             raise self._refused(e) from None
+        return operator(operands)  # a checkpoint around it may end here, which is no failure
+
+    def _forward_seeded(self, module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        call, operands = read_own_call(module, args, kwargs)
+        operator = self._operators.get(call.key)
+        seed = None
+        if operator is not None and operator.draws:
+            seed = torch.randint(DRAWN_SEEDS, (), device=operands[0].device)
+        with _disable_current_modes() if seed is not None else contextlib.nullcontext(), seeded_alone(seed):
+            return type(module).forward(module, *args, **kwargs)
 
     def _refused(self, error: Exception) -> CaptureError:
-        self.failed = f"{error}".partition("\n")[0] or type(error).__name__
+        self._failed = f"{error}".partition("\n")[0] or type(error).__name__
         return self.error()

@@ -156,7 +156,7 @@ class PlacedPlans:
                 [str(feed.blob) for feed in forward.interface.feeds],
                 call.graded,
                 Earlier(twin, guard, self._state.overwritten, again, "the model"),
-                self._own_code,
+                eager if self._own_code else None,
                 lock,
                 self._random,
                 told,
@@ -230,7 +230,7 @@ class _Backward:
         feeds: of each leaf that the model is given, the blob.
         graded: the positions of those that need a gradient.
         earlier: the model as it was, to run once more.
-        own_code: whether modules of the model run their own code once more in the plan, too.
+        parts: modules of the model that run their own code once more in the plan, too; None without any.
         lock: held meanwhile: no other thread captures the model then.
         random: whether the model draws.
         told: called in each backward with the positions of the leaves for which gradients came.
@@ -250,13 +250,13 @@ class _Backward:
         feeds: Sequence[str],
         graded: Sequence[int],
         earlier: Earlier,
-        own_code: bool,
+        parts: EagerParts | None,
         lock: AbstractContextManager[Any],
         random: bool,
         told: Callable[[tuple[int, ...]], None],
     ) -> None:
         self._twin, self._function, self._told = twin, function, told
-        self._earlier, self._own_code, self._lock, self._random = earlier, own_code, lock, random
+        self._earlier, self._parts, self._lock, self._random = earlier, parts, lock, random
         self.visible, self.consumed, self._checked = visible, consumed, checked
         backward: Program = halves.backward
         self._blobs = backward.step.blobs
@@ -311,9 +311,9 @@ class _Backward:
         if ctx.hidden is None:
             _raise_freed()
         now = self._earlier.versions()
-        if self._own_code:
+        if self._parts is not None:
             self._earlier.require()
-        if now != ctx.versions and (self._own_code or any(now[i] != ctx.versions[i] for i in self._checked)):
+        if now != ctx.versions and (self._parts is not None or any(now[i] != ctx.versions[i] for i in self._checked)):
             _raise_modified("a parameter or buffer of a placed model that its backward reads")
         if [tensor._version for tensor in ctx.aliases] != ctx.written:
             _raise_modified("an output of a placed model that its backward reads")
@@ -328,7 +328,7 @@ class _Backward:
         try:
             outputs = self._function(ran.dims, inputs, ran.step)
         except RunError as e:
-            if self._own_code and e.__cause__ is not None:
+            if self._parts is not None and e.__cause__ is not None:
                 raise e.__cause__ from None  # as the module's own backward raises it
             raise
         made: list[Tensor | None] = [None if i is None else outputs[i] for i in self._results]
@@ -358,7 +358,8 @@ class _Backward:
         with requiring_gradients(self.params.values()), _unhooked(self.params.values()):
             with torch.enable_grad(), self._earlier.again(ctx.versions, ran.before):
                 drawn = seeded(ran.step) if self._random else contextlib.nullcontext()
-                with across(self._twin), drawn:
+                own_code = contextlib.nullcontext() if self._parts is None else self._parts.seeded()
+                with across(self._twin), drawn, own_code:
                     output = self._twin(*args, **kwargs)
                 returned = PlacedOutput().leaves(output)
                 outputs = [returned[self._leaf_of[i]] for i in came]

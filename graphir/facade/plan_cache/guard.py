@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from operator import attrgetter, is_
 from types import FunctionType
 from typing import Any, Final
 
+import numpy
 import torch
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -20,6 +22,7 @@ _KEYWORD_DEFAULTS: Final = attrgetter("__kwdefaults__")
 _NEEDS_GRADIENT: Final = attrgetter("requires_grad")
 _HOOKS: Final = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _NO_HOOKS: Final = (None, None)
+_MOVING: Final = (Iterator, random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
 
 
 class ModuleGuard:
@@ -137,6 +140,10 @@ class ModuleGuard:
     def plain(self) -> list[torch.Tensor]:
         """Tensors that are attributes, and neither parameters nor buffers."""
         return self._inventory.plain
+
+    def moving(self) -> list[str]:
+        """The names of generators and iterators that are attributes: what reads one moves it on, and it is the same."""
+        return [name for name, part in self._inventory.parts.items() if isinstance(part, _MOVING)]
 
     def hooks_inside(self) -> list[Any]:
         """The hooks of the modules inside of the module, and what says how to call them, where plans run in place."""

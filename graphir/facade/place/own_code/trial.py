@@ -1,0 +1,269 @@
+"""Trials of a call of a module's own code, with numbers that are drawn."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any, Final, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor
+
+from ...plan_cache import ModuleGuard
+from ...plan_cache.inventory import is_same
+from .call import OwnCall, others_of
+from .writes import storages
+
+__all__ = ["Meta", "Trial", "checked", "gradients_of", "random_states", "reached", "same_states", "tried"]
+
+_LONGEST: Final = 120
+"""Seconds after which a trial is taken to wait for the thread that waits for it."""
+
+
+class Meta(NamedTuple):
+    """A tensor without its numbers."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Meta:
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def empty(self, place: torch.device) -> Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=place)
+
+    def drawn(self, place: torch.device, whole: int) -> Tensor:
+        """Numbers as they may be; *whole* is the one for integers and bools, which may be positions or lengths."""
+        made = self.empty(place).fill_(whole)
+        if made.is_floating_point():
+            made.copy_(torch.randn(self.shape, generator=torch.Generator().manual_seed(0)))
+        return made
+
+    def laid_out(self, tensor: Tensor) -> Tensor:
+        """A tensor that lies as this one does.
+
+        Raises:
+            RuntimeError: it has another shape or element type.
+        """
+        if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
+            raise RuntimeError(f"a result is {tensor.dtype} of shape {list(tensor.shape)}, not {list(self.shape)}")
+        return tensor if tensor.stride() == self.strides else self.empty(tensor.device).copy_(tensor)
+
+
+class Trial(NamedTuple):
+    """What a call returns of some numbers.
+
+    Attributes:
+        outputs: its tensors.
+        needing: the positions of those among them that need a gradient.
+        reached: the positions of the operands that these come from.
+        gradients: by position, the gradients of those that have one.
+        drew: whether the call drew random numbers.
+        leaves: the leaves of the output, with :data:`.call.TENSOR` for each tensor.
+        spec: how these are put together.
+    """
+
+    outputs: tuple[Meta, ...]
+    needing: tuple[int, ...]
+    reached: tuple[int, ...]
+    gradients: Mapping[int, Meta]
+    drew: bool
+    leaves: tuple[Any, ...]
+    spec: Any
+
+    def is_like(self, other: Trial) -> bool:
+        """Whether two trials differ in sizes alone."""
+        mine, theirs = self._traits(), other._traits()
+        return mine == theirs and is_same(self.leaves, other.leaves)
+
+    def _traits(self) -> object:
+        dtypes = [(meta.dtype, len(meta.shape)) for meta in self.outputs]
+        return dtypes, self.needing, self.reached, list(self.gradients), self.drew, self.spec
+
+
+def tried(call: OwnCall, operands: Sequence[Tensor], came: Sequence[int] | None = None) -> Trial:
+    """Try a call twice with numbers that are drawn, in another thread, where nothing is recorded and torch's functions
+    are its own; with a backward of the outputs for which gradients *came*, by default all that need one.
+
+    Raises:
+        RuntimeError: the code does what no operator does.
+        Exception: of the code.
+    """
+    return _in_another_thread(lambda: _tried_with_some(call, operands, came))
+
+
+def _in_another_thread(function: Callable[[], Trial]) -> Trial:
+    """What a function returns in a thread of its own; one that never ends does not keep the process from its end."""
+    done: SimpleQueue[tuple[Trial | None, Exception | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            done.put((function(), None))
+        except Exception as e:
+            done.put((None, e))
+
+    threading.Thread(target=run, name="graphir trial", daemon=True).start()
+    try:
+        found, error = done.get(timeout=_LONGEST)
+    except Empty:
+        raise RuntimeError(
+            f"a trial of it in another thread has not ended after {_LONGEST} s: does it wait for a lock that this "
+            "thread holds?"
+        ) from None
+    if error is not None:
+        raise error
+    assert found is not None
+    return found
+
+
+def _tried_with_some(call: OwnCall, operands: Sequence[Tensor], came: Sequence[int] | None) -> Trial:
+    try:
+        return _tried_twice(call, operands, came, 0)
+    except Exception as e:
+        if all(t.is_floating_point() for t in operands):
+            raise
+        with contextlib.suppress(Exception):  # lengths are no zeros
+            return _tried_twice(call, operands, came, 1)
+        raise e
+
+
+def _tried_twice(call: OwnCall, operands: Sequence[Tensor], came: Sequence[int] | None, whole: int) -> Trial:
+    places = list(dict.fromkeys([t.device for t in operands]))
+    if len(places) != 1:
+        raise RuntimeError("it has operands on several devices" if places else "it has no operands")
+    module = call.module()
+    assert module is not None
+    before = ModuleGuard({"": module})
+    for name in before.moving():
+        raise RuntimeError(f"it has a generator or iterator of its own, {name!r}")
+    with torch.random.fork_rng([place for place in places if place.type == "cuda"]):
+        first, values = _tried(call, operands, before.plain, came, whole, 0)
+        changed = next(ModuleGuard({"": module}).changes_to(before), None)
+        if changed is not None:
+            raise RuntimeError(f"it changes {changed.attribute!r} of the module")
+        # With another seed, too, what does not draw returns the same.
+        second, others = _tried(call, operands, before.plain, came, whole, 0 if first.drew else 1)
+    same = len(values) == len(others) and all(map(_equal, values, others))
+    if not same or not first.is_like(second):
+        raise RuntimeError("two calls with the same numbers return other things")
+    return first
+
+
+def _tried(
+    call: OwnCall,
+    operands: Sequence[Tensor],
+    plain: Sequence[Tensor],
+    came: Sequence[int] | None,
+    whole: int,
+    seed: int,
+) -> tuple[Trial, list[Tensor]]:
+    place = operands[0].device
+    with torch.set_grad_enabled(call.grads):
+        given = [Meta.of(t).drawn(place, whole) for t in operands]
+        drawn = call.leaves(given)
+        kept, numbers = [*given, *plain], [t.detach().clone() for t in (*given, *plain)]
+        torch.manual_seed(seed)
+        states = random_states(place)
+        leaves, spec = call(drawn, None, plain)
+        drew = not same_states(states, place)
+        if not all(map(_equal, kept, numbers)):  # written by what is no operator of torch's
+            raise RuntimeError("it overwrites an argument, a parameter, a buffer, or another tensor of its own")
+        outputs = checked(call, drawn, given, leaves, storages(plain))
+        needing = tuple([i for i, t in enumerate(outputs) if t.requires_grad])
+        came_from = reached([outputs[i] for i in needing], drawn)
+        wanted = needing if came is None else came
+        ones = [torch.ones_like(outputs[i]) for i in wanted]
+        found = gradients_of(call, drawn, [outputs[i] for i in wanted], ones) if wanted and call.graded else []
+    if any(t is not None and t.layout != torch.strided for t in found):
+        raise RuntimeError("a gradient of it has no strides")
+    gradients = {i: Meta.of(t) for i, t in zip(call.graded, found, strict=False) if t is not None}
+    values = [t.detach() for t in outputs]
+    return Trial(tuple(map(Meta.of, values)), needing, came_from, gradients, drew, others_of(leaves), spec), values
+
+
+def random_states(place: torch.device) -> list[Any]:
+    """The states of the generators that code may draw from without being given one."""
+    cards = [torch.cuda.get_rng_state(place)] if place.type == "cuda" else []
+    numbers = numpy.random.get_state(legacy=False)["state"]
+    return [torch.get_rng_state(), *cards, numbers["key"].tobytes(), numbers["pos"], random.getstate()]
+
+
+def same_states(before: Sequence[Any], place: torch.device) -> bool:
+    pairs = zip(before, random_states(place), strict=True)
+    return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
+
+
+def gradients_of(
+    call: OwnCall, operands: Sequence[Tensor], outputs: Sequence[Tensor], given: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """The gradients of the operands that need one; None for those that the outputs do not come from."""
+    graded = [operands[i] for i in call.graded]
+    return torch.autograd.grad(outputs, graded, given, allow_unused=True)
+
+
+def checked(
+    call: OwnCall, operands: Sequence[Tensor], given: Sequence[Tensor], leaves: Sequence[Any], plain: set[int]
+) -> list[Tensor]:
+    """The tensors among the leaves that a call has returned.
+
+    Args:
+        call: itself.
+        operands: the leaves of what its code was given.
+        given: the same before buffers were copied.
+        leaves: what it has returned.
+        plain: the memory of other tensors that its module has.
+
+    Raises:
+        RuntimeError: it has done something else than to compute these.
+    """
+    outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not outputs:
+        raise RuntimeError("it returns no tensor")
+    if any(t.layout != torch.strided for t in outputs):
+        raise RuntimeError("it returns a tensor that has no strides")
+    known = storages(operands) | plain
+    for output in outputs:
+        if (storage := output.untyped_storage()._cdata) in known:
+            raise RuntimeError("it returns an argument, a tensor of its own, or one tensor twice, or a view of these")
+        known.add(storage)
+    if any(t.grad is not None for t in operands):
+        raise RuntimeError("it makes gradients of its own")
+    own = len(operands) - call.buffers
+    if any(not _equal(a, b) for a, b in zip(operands[own:], given[own:], strict=True)):
+        raise RuntimeError("it overwrites a buffer")
+    return outputs
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have equal numbers, or none at the same places."""
+    return torch.equal(one.detach().nan_to_num(), other.detach().nan_to_num())
+
+
+def reached(outputs: Sequence[Tensor], operands: Sequence[Tensor]) -> tuple[int, ...]:
+    """The positions of the operands that autograd comes to from outputs.
+
+    Raises:
+        RuntimeError: it comes to other tensors, too.
+    """
+    positions = {id(t): i for i, t in enumerate(operands)}
+    found = {positions[id(t)] for t in outputs if id(t) in positions}
+    nodes = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    known = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            if id(leaf) not in positions:
+                raise RuntimeError("a gradient of it goes to a tensor that is neither an argument nor its own")
+            found.add(positions[id(leaf)])
+        for following, _ in node.next_functions:
+            if following is not None and following not in known:
+                known.add(following)
+                nodes.append(following)
+    return tuple(sorted(found))
