@@ -195,6 +195,7 @@ def random_states(place: torch.device) -> list[Any]:
 
 
 def same_states(before: Sequence[Any], place: torch.device) -> bool:
+    """Whether the generators have the states of :func:`random_states` before."""
     pairs = zip(before, random_states(place), strict=True)
     return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
