@@ -243,7 +243,7 @@ class Most(nn.Module):
 @pytest.mark.parametrize(
     ("inner", "why"),
     [
-        (lambda: Norm(16), "cannot be an operator: it overwrites a buffer"),
+        (lambda: Norm(16), "cannot be an operator: it overwrites an argument, a parameter, a buffer"),
         (Sparse, "cannot be an operator: a gradient of it has no strides"),
         (Most, r"^.numpy\(\) reads numbers out of a tensor, so the step depends on data\n"),
     ],

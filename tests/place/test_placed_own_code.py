@@ -1,4 +1,4 @@
-"""What a module's own code may do as an operator, what is refused, and what a call finds that no trial has shown."""
+"""What a module's own code may do as an operator, what is refused, and what no trial shows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graphir
 from graphir.errors import CaptureError, EagerWarning
-from graphir.facade.place.own_code import trial
+from graphir.facade.place.own_code import operator, trial
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +102,8 @@ class SetsData(Layer):
 
 
 class Local(Layer):
+    """Adds to the gradients of its own parameters."""
+
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
             self.layer(x.detach()).sum().backward()
@@ -156,6 +158,18 @@ class Frees(Layer):
         return super().forward(x) + grad
 
 
+class Gathers(Layer):
+    """What gradients have been, in a buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        out.register_hook(self.gather)
+        return out.tanh()
+
+    def gather(self, grad: Tensor) -> None:
+        self.mean.add_(grad.sum(0))
+
+
 class Hands(Layer):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x), self.table
@@ -167,19 +181,19 @@ OVERWRITES = "overwrites an argument, a parameter, a buffer, or another tensor o
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (Rebinds, "puts another tensor in the place of a buffer"),
+        (Rebinds, "changes 'mean' of the module"),
         (Tallies, "changes 'alpha' of the module"),
         (Leaves, "changes 'aux' of the module"),
         (Writes, OVERWRITES),
         (Same, "returns an argument, a tensor of its own, or one tensor twice, or a view of these"),
-        (SetsData, "overwrites a buffer"),
-        (Local, "makes gradients of its own"),
+        (SetsData, OVERWRITES),
         (Restores, "two calls with the same numbers return other things"),
         (Draws, "has a generator or iterator of its own, 'numbers'"),
         (Warm, "has a generator or iterator of its own, 'step'"),
-        (SetsWeight, "sets .data of an argument, a parameter or a buffer"),
+        (SetsWeight, OVERWRITES),
         (Hooks, "puts a hook on the gradient of an argument"),
-        (Frees, "sets requires_grad of an argument"),
+        (Frees, "sets requires_grad of a parameter"),
+        (Gathers, OVERWRITES),
         (Hands, "returns an argument, a tensor of its own"),
     ],
 )
@@ -212,12 +226,20 @@ def test_the_backward_is_in_the_mode_of_its_forward() -> None:
 
 
 @pytest.mark.parametrize("change", [lambda m: setattr(m.inner, "alpha", 3.0), lambda m: m.inner.table.fill_(9.0)])
-def test_a_change_before_the_backward_is_told(change: Callable[[Any], Any]) -> None:
-    _, twin = pair(Layer)
-    out = twin(X)
-    change(twin)
-    with pytest.raises(RuntimeError, match=r"other ones than in the forward|modified by an inplace operation"):
-        out.sum().backward()
+def test_a_change_before_the_backward_is_what_it_is_in_the_model(change: Callable[[Any], Any]) -> None:
+    model, twin = pair(Layer)
+    raised = []
+    for net in (model, twin):
+        out = net(X)
+        change(net)
+        try:
+            out.sum().backward()
+        except RuntimeError as e:
+            raised.append(str(e).partition(":")[0])
+    assert raised in ([], ["one of the variables needed for gradient computation has been modified"] * 2) or (
+        len(raised) == 2 and raised[0] == raised[1]
+    )
+    assert same(gradients(twin), gradients(model))
 
 
 class Routes(nn.Module):
@@ -407,8 +429,7 @@ def test_what_no_trial_shows_is_done_once(does: Callable[[Rare, Tensor], object]
                 out.sum().backward()
             net.out, net.told = out.detach(), [str(w.message) for w in told]  # type: ignore[assignment]
         assert torch.equal(twin.out, model.out) and same(gradients(twin), gradients(model))  # type: ignore[arg-type]
-        assert any("a plan has failed where this has not" in text for text in twin.told) == (x.abs().max() > 100)  # type: ignore[union-attr]
-        assert not model.told
+        assert not any("a plan has failed" in text for text in (*model.told, *twin.told))  # type: ignore[misc]
     assert all(map(torch.equal, twin.state_dict().values(), model.state_dict().values()))
     assert twin.inner.alpha == model.inner.alpha and torch.equal(twin.inner.table, model.inner.table)  # type: ignore
 
@@ -530,3 +551,67 @@ def test_a_trial_that_waits_for_this_thread_is_refused(monkeypatch: pytest.Monke
 
     with lock, pytest.raises(CaptureError, match=r"has not ended after 0.5 s: does it wait for a lock"):
         graphir.place(Within(Locks()), (X,))
+
+
+def test_a_backward_of_its_own_adds_to_its_gradients() -> None:
+    model, twin = pair(Local)
+    for net in (model, twin):
+        net(X).sum().backward()
+    assert same(gradients(twin), gradients(model))
+
+
+def test_two_threads_may_call_it() -> None:
+    model, twin = pair(Layer)
+    expected = torch.autograd.grad(model(X).sum(), list(model.parameters()))
+    found: list[bool] = []
+
+    def call() -> None:
+        for _ in range(5):
+            grads = torch.autograd.grad(twin(X).sum(), list(twin.parameters()))
+            found.append(all(map(torch.equal, grads, expected)))
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 15
+
+
+def test_compiled_functions_stay_compiled() -> None:
+    calls = []
+
+    def backend(graph: Any, example: Any) -> Callable[..., Any]:
+        return lambda *args: (calls.append(1), graph.forward(*args))[1]
+
+    compiled = torch.compile(lambda x, scale: torch.tanh(x * scale), backend=backend)
+
+    class Compiles(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return compiled(super().forward(x), self.table)  # type: ignore[no-any-return]
+
+    model, twin = pair(Compiles)
+    for net in (model, twin, twin, model):
+        calls.clear()
+        net(X).sum().backward()
+        assert calls == [1]
+    assert same([twin(X).detach()], [model(X).detach()])
+
+
+def test_graphs_go_with_their_calls() -> None:
+    _, twin = pair(Layer)
+    graphs = operator._graphs
+    gc.collect()  # those of others
+    before = len(graphs)
+    out = twin(X)
+    assert len(graphs) == before + 1
+    del out
+    gc.collect()
+    assert len(graphs) == before
+    out = twin(X).sum()
+    out.backward(retain_graph=True)
+    out.backward()
+    assert len(graphs) == before
+    with torch.no_grad():
+        twin(X)
+    assert len(graphs) == before

@@ -25,10 +25,11 @@ from ...errors import CaptureError, TrainingWarning, warn
 from ..words.libraries import Outside
 from ..words.places import where
 from .cuda_casts import CUDA, CastWeights, casts_included, casts_lent, has_kernel
+from .functions import Handlers
 from .global_state import open_regions
 from .patches import replaced
 
-__all__ = ["Target", "autocast_followed", "autocast_off"]
+__all__ = ["Target", "autocast_followed", "autocast_off", "fast_paths"]
 
 _C: Final[Any] = torch._C
 _KINDS: Final = ("cpu", "cuda")
@@ -128,6 +129,25 @@ def autocast_followed(target: Target, here: Callable[[], str]) -> Iterator[None]
         for kind, (enabled, dtype) in before.items():
             _C.set_autocast_enabled(kind, enabled)
             _C.set_autocast_dtype(kind, dtype)
+
+
+def fast_paths(here: Callable[[], str]) -> Handlers:
+    """What runs in the place of kernels that call other operators: autocast casts these, and a plan has no autocast.
+
+    Args:
+        here: the path of the module that runs.
+    """
+
+    def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if any(map(_C.is_autocast_enabled, _KINDS)):
+            raise CaptureError(
+                f"torch.{function.__name__} calls other operators, which autocast casts",
+                where=where(here()),
+                fix="switch the fast path off: torch.backends.mha.set_fastpath_enabled(False)",
+            )
+        return function(*args, **kwargs)
+
+    return dict.fromkeys((torch._transformer_encoder_layer_fwd, torch._native_multi_head_attention), call)
 
 
 @contextlib.contextmanager

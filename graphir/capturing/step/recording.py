@@ -19,7 +19,7 @@ from ..intake.arguments import Arguments
 from ..intake.options import LossScaler, Options
 from ..intake.state import ModelState
 from ..isolate.attributes import AllowedChanges, Attributes, Change
-from ..isolate.autocast import Target, autocast_followed, autocast_off
+from ..isolate.autocast import Target, autocast_followed, autocast_off, fast_paths
 from ..isolate.caches import Caches
 from ..isolate.devices import modules_stay, moves
 from ..isolate.escapes import escapes, unseen_escapes_refused
@@ -122,6 +122,7 @@ def run(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> tuple[Re
         recorder.factorisations.functions(),
         escapes(scopes.here, recorder.held_by),
         sequences(scopes, recorder.held_by),
+        fast_paths(scopes.here),
     )
     grad = torch.enable_grad() if step.loss is not None or step.joint else contextlib.nullcontext()
     with (

@@ -3,10 +3,10 @@
 ::
 
     x ──▶ placed.FlashAttention_0 ──▶ y              forward: the module's own forward
-    dx, dw ◀── placed.FlashAttention_0_backward ◀── dy, x, w       backward: once more, with its gradient
+    dx, dw ◀── placed.FlashAttention_0_backward ◀── dy, graph      backward: through the graph that it has left
 
-The operator is the module's code and nothing else: what is in the module stays on one device. As in a checkpoint, the
-backward runs the code once more, so that nothing but operands is saved between the two.
+The operator is the module's code and nothing else: what is in the module stays on one device. The code runs once, in
+the forward, and leaves a graph, which the backward goes through.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from ...capturing.capture import capture
 from ...capturing.words.places import module_of
 from ...errors import CaptureError, EagerWarning, counted, warn
 from ...ir.program import Program
-from ..plan_cache import ModuleGuard
-from .own_code import DRAWN_SEEDS, OwnCode, read_own_call, seeded_alone, tried
+from .own_code import DRAWN_SEEDS, Graphs, OwnCode, read_own_call, seeded_alone, tried
 
 __all__ = ["EagerParts"]
 
@@ -45,6 +44,15 @@ class EagerParts:
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
         self._parts: dict[str, _Part] = {}
+        self._graphs = Graphs()
+
+    def _graphs_of(self) -> Graphs:
+        return self._graphs
+
+    def taken(self) -> Graphs:
+        """The graphs that modules' own code has left since the last time; who holds them may go back through them."""
+        graphs, self._graphs = self._graphs, Graphs()
+        return graphs
 
     def captured(self, inputs: Sequence[Any], **options: Any) -> Program:
         """The program of a call, as :func:`graphir.capture` takes the arguments, with modules that a capture refuses as
@@ -77,14 +85,13 @@ class EagerParts:
                         del self._parts[path]
                     raise (failed[0] if failed else e) from None
                 refused.update(dict.fromkeys(found, e))
-                self._parts |= {path: _Part(module, e) for path, module in found.items()}
+                self._parts |= {path: _Part(module, e, self._graphs_of) for path, module in found.items()}
         for error in dict.fromkeys(refused.values()):
             first, *others = [path for path, known in refused.items() if known is error]
             more = f" and {counted(len(others), 'module')} like it" if others else ""
             name = type(self.model).__name__
             warn(
-                f"{first!r} of {name}{more} runs its own code inside of the plans, and once more in the backward: "
-                f"{error.what}",
+                f"{first!r} of {name}{more} runs its own code inside of the plans: {error.what}",
                 EagerWarning,
             )
         return program
@@ -116,15 +123,15 @@ class _Part:
     Args:
         module: itself.
         error: what a capture says of its code.
+        graphs: gives what takes the graphs of the plan that is running.
     """
 
-    def __init__(self, module: torch.nn.Module, error: CaptureError) -> None:
-        self._module = weakref.ref(module)
+    def __init__(self, module: torch.nn.Module, error: CaptureError, graphs: Callable[[], Graphs]) -> None:
+        self._module, self.graphs = weakref.ref(module), graphs
         self._what, self._where, self._fix = error.what, error.where, error.fix
         self._operators: dict[Hashable, OwnCode] = {}
         self._loose: dict[Hashable, Hashable] = {}
         self._double: torch.nn.Module | None = None
-        self._guard: ModuleGuard | None = None
         self._failed = self._others = ""
 
     def is_of(self, module: torch.nn.Module | None) -> bool:
@@ -146,17 +153,31 @@ class _Part:
         Raises:
             CaptureError: the module cannot be copied.
         """
-        module = self._module()
         self._failed = self._others = ""
-        if module is None:
-            return
         try:
-            if "forward" in vars(module):
-                raise RuntimeError("its forward was set on the module itself")
-            own = {id(t): t for t in (*module.parameters(), *module.buffers())}
-            self._double = copy.deepcopy(module, own)
+            self._double = self.double()
         except Exception as e:
             raise self._refused(e) from None
+
+    def double(self) -> torch.nn.Module:
+        """A copy of the module; one and the same while that is captured.
+
+        Raises:
+            RuntimeError: it is gone, or its code is no class's.
+            Exception: it cannot be copied.
+        """
+        if self._double is not None:
+            return self._double
+        module = self._module()
+        if module is None:
+            raise RuntimeError("the module is gone")
+        if "forward" in vars(module):
+            raise RuntimeError("its forward was set on the module itself")
+        double = copy.deepcopy(module)
+        for inner in double.modules():
+            if isinstance(inner, torch.nn.RNNBase):  # which looks whether its weights are others, and lists them anew
+                inner._init_flat_weights()
+        return double
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -166,8 +187,6 @@ class _Part:
                 yield
         finally:
             self._double = None
-            for operator in self._operators.values():
-                operator.double = None
 
     def seeded(self) -> AbstractContextManager[None]:
         """While this is active, the module's ``forward`` draws as its operator does, where that draws."""
@@ -185,27 +204,17 @@ class _Part:
         finally:
             del vars(module)["forward"]
 
-    def guard(self) -> ModuleGuard:
-        """A guard of the module as it is now."""
-        if self._guard is None or not self._guard.unchanged():
-            module = self._module()
-            assert module is not None
-            self._guard = ModuleGuard({"": module}, in_place=True)
-        return self._guard
-
     def _forward(self, module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         call, operands = read_own_call(module, args, kwargs)
-        double = self._double
         try:
-            trial = tried(call._replace(module=lambda: double), operands)
+            trial = tried(call, self.double(), operands)
             operator = self._operators.get(call.key)
             if operator is None:
                 if self._loose.setdefault(call.loose, call.key) != call.key:
                     self._others = "it is given another object in each call, among arguments that are no tensors"
                 name = type(module).__name__
-                operator = OwnCode(name, call, trial, len(operands), weakref.WeakMethod(self.guard))
+                operator = OwnCode(name, call, trial, len(operands), self)
                 self._operators[call.key] = operator
-            operator.double = double
             operator.admit(operands, trial)
         except Exception as e:
             raise self._refused(e) from None

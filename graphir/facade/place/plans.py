@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -36,7 +36,7 @@ from .call import PlacedCall
 from .captured import PlacedOutput, each_once, programs_of
 from .eager import EagerParts
 from .homes import Homes
-from .own_code import NAMESPACE
+from .own_code import NAMESPACE, Graphs, unhooked
 
 __all__ = ["PlacedPlans"]
 
@@ -49,12 +49,14 @@ class _Ran(NamedTuple):
         dims: of the plans.
         step: what seeds were mixed of.
         before: what the model's tensors that the forward overwrites were.
+        graphs: what modules' own code has left for the backward.
     """
 
     call: PlacedCall
     dims: Dims
     step: int
     before: Sequence[Tensor]
+    graphs: Graphs
 
 
 class PlacedPlans:
@@ -94,7 +96,7 @@ class PlacedPlans:
         lock: AbstractContextManager[Any],
         told: Callable[[tuple[int, ...]], None],
     ) -> None:
-        twin = eager.model
+        self._eager, twin = eager, eager.model
         self._shape = PlacedOutput()
         captured, whole = programs_of(eager, options, call, wanted, self._shape)
         needing = each_once(whole) if whole.interface.differentiable else ()
@@ -200,13 +202,16 @@ class PlacedPlans:
     def _run(self, call: PlacedCall, dims: Dims, given: Sequence[Tensor], step: int) -> tuple[_Ran, dict[str, Tensor]]:
         """Run the forward plan; what it was given and has returned, by name."""
         self._state.broadcast()
-        with self._state.restored_if_it_fails() as before:
-            outputs = self._forward(dims, given, step)
+        try:
+            with self._state.restored_if_it_fails() as before:
+                outputs = self._forward(dims, given, step)
+        finally:
+            graphs = self._eager.taken()
         values = {
             **dict(zip(self._scatter.names, given, strict=True)),
             **dict(zip(self._forward.outputs, outputs, strict=True)),
         }
-        return _Ran(call, dims, step, before), values
+        return _Ran(call, dims, step, before, graphs), values
 
     def _outputs(self, values: Mapping[str, Tensor]) -> list[Tensor]:
         """What the model returns of its tensors; those that are the caller's or the model's own are copied."""
@@ -311,9 +316,7 @@ class _Backward:
         if ctx.hidden is None:
             _raise_freed()
         now = self._earlier.versions()
-        if self._parts is not None:
-            self._earlier.require()
-        if now != ctx.versions and (self._parts is not None or any(now[i] != ctx.versions[i] for i in self._checked)):
+        if now != ctx.versions and any(now[i] != ctx.versions[i] for i in self._checked):
             _raise_modified("a parameter or buffer of a placed model that its backward reads")
         if [tensor._version for tensor in ctx.aliases] != ctx.written:
             _raise_modified("an output of a placed model that its backward reads")
@@ -323,7 +326,8 @@ class _Backward:
         ]
         inputs: list[Any] = [values[i] for i in self._order]
         del values
-        if not _keeps_graph():
+        ran.graphs.retained = _keeps_graph()
+        if not ran.graphs.retained:
             ctx.hidden = None
         try:
             outputs = self._function(ran.dims, inputs, ran.step)
@@ -355,7 +359,7 @@ class _Backward:
                 leaves[i] = leaves[i].view_as(leaves[i])
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         wanted = [*self.params.values(), *[leaves[i] for i in call.graded]]
-        with requiring_gradients(self.params.values()), _unhooked(self.params.values()):
+        with requiring_gradients(self.params.values()), unhooked(self.params.values()):
             with torch.enable_grad(), self._earlier.again(ctx.versions, ran.before):
                 drawn = seeded(ran.step) if self._random else contextlib.nullcontext()
                 own_code = contextlib.nullcontext() if self._parts is None else self._parts.seeded()
@@ -390,20 +394,6 @@ class _Node(torch.autograd.function._SingleLevelFunction):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return (None, None, *ctx.node(ctx, grads))
-
-
-@contextlib.contextmanager
-def _unhooked(params: Iterable[Tensor]) -> Iterator[None]:
-    """While this is active, gradients of parameters do not call the parameters' hooks: those of the node will."""
-    tables = [table for param in params if (table := param._backward_hooks)]
-    before = [dict(table) for table in tables]
-    try:
-        for table in tables:
-            table.clear()
-        yield
-    finally:
-        for table, hooks in zip(tables, before, strict=True):
-            table.update(hooks)
 
 
 def _alias(tensor: Tensor) -> Tensor:

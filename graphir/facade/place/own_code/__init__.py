@@ -1,12 +1,22 @@
 """A module's own code as an operator, and as another one its backward.
 
-The operator computes what the code computes, and does nothing else: what the code changes beside its outputs would be
-changed twice, since the backward runs the code once more. Trials (:mod:`.trial`) find what cannot be an operator; what
-a trial has not shown, a call (:mod:`.call`) finds, which fails then before anybody has its outputs.
+The code runs once in a call, in the module itself, and its backward goes through the graph that it has left. What it
+changes beside its outputs no program says, so that trials (:mod:`.trial`) refuse a module that does. What it changes
+only where some numbers ask for it happens once, as in the module itself.
 """
 
 from .call import DRAWN_SEEDS, OwnCall, read_own_call, seeded_alone
-from .operator import NAMESPACE, OwnCode
+from .operator import NAMESPACE, Graphs, OwnCode, unhooked
 from .trial import tried
 
-__all__ = ["DRAWN_SEEDS", "NAMESPACE", "OwnCall", "OwnCode", "read_own_call", "seeded_alone", "tried"]
+__all__ = [
+    "DRAWN_SEEDS",
+    "NAMESPACE",
+    "Graphs",
+    "OwnCall",
+    "OwnCode",
+    "read_own_call",
+    "seeded_alone",
+    "tried",
+    "unhooked",
+]

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Final
-from weakref import WeakMethod
+from typing import Any, Final, NamedTuple, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ....capturing.isolate.attributes import AllowedChanges, Attributes
 from ....ir.registration import register_operator
-from ...plan_cache import ModuleGuard
 from ...plan_cache.inventory import is_same
 from .call import DRAWN_SEEDS, TENSOR, OwnCall, others_of
-from .trial import Meta, Trial, checked, gradients_of, random_states, reached, same_states, tried
-from .writes import storages
+from .trial import Meta, Trial, checked, reached, tried
 
-__all__ = ["NAMESPACE", "OwnCode"]
+__all__ = ["NAMESPACE", "Graphs", "OwnCode", "unhooked"]
 
 NAMESPACE: Final = "placed."
 """What the types of such operators begin with."""
 
 _numbers: Final = itertools.count()
+_graphs: Final[dict[int, _Graph]] = {}
+"""The graphs of all calls whose backwards are still to come."""
 
 
 def _recorded() -> AbstractContextManager[Any]:
@@ -37,32 +37,80 @@ def _recorded() -> AbstractContextManager[Any]:
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
+class _Graph(NamedTuple):
+    """What a call leaves for its backward.
+
+    Attributes:
+        outputs: its tensors, with autograd's graph.
+        graded: the operands that need a gradient, as the code had them.
+        graphs: where it is kept.
+    """
+
+    outputs: Sequence[Tensor]
+    graded: Sequence[Tensor]
+    graphs: ref[Graphs]
+
+    @property
+    def is_retained(self) -> bool:
+        graphs = self.graphs()
+        return graphs is not None and graphs.retained
+
+
+class Graphs:
+    """The graphs that calls of modules' own code have made in one run of a plan; they go with this object.
+
+    Attributes:
+        retained: whether a backward leaves them for another one.
+    """
+
+    def __init__(self) -> None:
+        self._keys: list[int] = []
+        self.retained = False
+
+    def keep(self, outputs: Sequence[Tensor], graded: Sequence[Tensor]) -> int:
+        """Keep a graph; returns its key."""
+        key = next(_numbers)
+        _graphs[key] = _Graph(outputs, graded, ref(self))
+        self._keys.append(key)
+        return key
+
+    def __del__(self) -> None:
+        for key in self._keys:
+            _graphs.pop(key, None)
+
+
+class Owner(Protocol):
+    """Where a module with own code belongs."""
+
+    def double(self) -> torch.nn.Module:
+        """A copy of the module, for trials."""
+
+    def graphs(self) -> Graphs:
+        """Takes the graphs of the plan that is running."""
+
+
 class OwnCode:
-    """A kind of call as an operator, and as another one its backward.
+    """A kind of call as an operator, and as others its backwards.
 
     Args:
         name: of the module's class.
         call: what is called.
         trial: of one such call.
         count: how many operands it has.
-        guard: gives a guard of the module as it is; the operator is there for good, and does not keep the module.
+        owner: of the module; the operator is there for good, and keeps neither.
 
     Attributes:
-        double: in whose place of the module trials are made, while the module is captured.
         draws: whether the code draws random numbers.
     """
 
-    def __init__(
-        self, name: str, call: OwnCall, trial: Trial, count: int, guard: WeakMethod[Callable[[], ModuleGuard]]
-    ) -> None:
-        self._call, self._first, self._guard = call, trial, guard
-        self.double: torch.nn.Module | None = None
+    def __init__(self, name: str, call: OwnCall, trial: Trial, count: int, owner: Owner) -> None:
+        self._call, self._first, self._owner = call, trial, ref(owner)
         self.draws = trial.drew
         self._trials: dict[object, Trial] = {}
         self._backwards: dict[tuple[int, ...], Any] = {}
         self._name = f"placed::{name}_{next(_numbers)}"
         self._operands = [*(["seed"] if trial.drew else []), *[f"a{i}" for i in range(count)]]
-        schema = _schema(self._name, self._operands, len(trial.outputs))
+        schema = _schema(self._name, self._operands, len(trial.outputs) + bool(trial.gradients))
         self._forward = register_operator(schema, kernel=self._run, fake=self._like_outputs)
         if trial.gradients:
             torch.library.register_autograd(self._name, self._derive, setup_context=_keep)
@@ -84,7 +132,7 @@ class OwnCode:
         found = self._forward(*seed, *operands)
         tensors = [found] if isinstance(found, Tensor) else found
         needing = trial.needing if trial.gradients else ()
-        given = iter([t if i in needing else t.detach() for i, t in enumerate(tensors)])
+        given = iter([t if i in needing else t.detach() for i, t in enumerate(tensors[: len(trial.outputs)])])
         return pytree.tree_unflatten([next(given) if leaf is TENSOR else leaf for leaf in trial.leaves], trial.spec)
 
     def _trial(self, operands: Sequence[Tensor], came: tuple[int, ...] | None = None) -> Trial:
@@ -92,45 +140,69 @@ class OwnCode:
         came = self._first.needing if came is None else came
         key = tuple(map(Meta.of, operands)), came
         if key not in self._trials:
-            double = self.double
-            call = self._call if double is None else self._call._replace(module=lambda: double)
-            self._trials[key] = tried(call, operands, came)
+            self._trials[key] = tried(self._call, self._of().double(), operands, came)
         return self._trials[key]
 
+    def _of(self) -> Owner:
+        owner = self._owner()
+        if owner is None:
+            raise RuntimeError("the module is gone")
+        return owner
+
     def _like_outputs(self, *given: Tensor) -> Any:
-        operands = self._taken(given)[1]
-        return _one_or_all([meta.empty(operands[0].device) for meta in self._trial(operands).outputs])
+        operands = self._taken(given)
+        trial, place = self._trial(operands), operands[0].device
+        outputs = [meta.empty(place) for meta in trial.outputs]
+        return _one_or_all([*outputs, torch.empty((), dtype=torch.int64, device=place)] if trial.gradients else outputs)
 
     def _like_gradients(self, came: tuple[int, ...], *given: Tensor) -> Any:
-        operands = self._taken(given[len(came) :])[1]
+        operands = given[len(came) + 1 :]
         return _one_or_all([meta.empty(operands[0].device) for meta in self._trial(operands, came).gradients.values()])
 
     def _backward(self, came: tuple[int, ...], trial: Trial) -> Any:
         """The operator of a backward of some outputs."""
         if came not in self._backwards:
             name = f"{self._name}_backward{''.join([f'_{i}' for i in came])}"
-            schema = _schema(name, [*[f"g{i}" for i in came], *self._operands], len(trial.gradients))
+            given = [*[f"g{i}" for i in came], "graph", *self._operands[self.draws :]]
             self._backwards[came] = register_operator(
-                schema, kernel=partial(self._run_back, came), fake=partial(self._like_gradients, came)
+                _schema(name, given, len(trial.gradients)),
+                kernel=partial(self._run_back, came),
+                fake=partial(self._like_gradients, came),
             )
         return self._backwards[came]
 
     def _run(self, *given: Tensor) -> Any:
         """The kernel of the forward."""
-        seed, operands = self._taken(given)
-        trial = self._trial(operands)
-        with _recorded(), torch.set_grad_enabled(self._call.grads):  # kernels may be others without
-            outputs = self._returned(self._call.leaves(operands), operands, seed)
-        return _one_or_all([meta.laid_out(t.detach()) for meta, t in zip(trial.outputs, outputs, strict=True)])
+        operands = self._taken(given)
+        call, first, place = self._call, self._first, operands[0].device
+        trial, module = self._trial(operands), call.module()
+        if module is None:
+            raise RuntimeError("the module is gone")
+        arguments = call.leaves(operands)
+        known = [*arguments, *module.parameters(), *module.buffers()]
+        with _recorded(), torch.set_grad_enabled(call.grads):  # kernels may be others without
+            leaves, _ = call(module, arguments, given[0] if self.draws else None)
+        if not is_same(others_of(leaves), first.leaves):
+            raise RuntimeError("it returns other things that are no tensors than when it was tried")
+        outputs = checked(known, leaves, set())
+        needing = tuple([i for i, t in enumerate(outputs) if t.requires_grad])
+        if call.graded and (needing != first.needing or reached([outputs[i] for i in needing], known) != first.reached):
+            raise RuntimeError("gradients of it go to other operands than when it was tried")
+        made = [meta.laid_out(t.detach()) for meta, t in zip(trial.outputs, outputs, strict=True)]
+        if trial.gradients:
+            key = self._of().graphs().keep(outputs, [known[i] for i in call.graded])
+            made.append(torch.tensor(key, device=place))
+        return _one_or_all(made)
 
     def _run_back(self, came: tuple[int, ...], *given: Tensor) -> Any:
         """The kernel of a backward."""
-        seed, operands = self._taken(given[len(came) :])
+        graph, operands = _graphs[int(given[len(came)])], given[len(came) + 1 :]
         trial = self._trial(operands, came)
-        with _recorded(), torch.enable_grad():
-            inner = self._call.leaves(operands)
-            outputs = self._returned(inner, operands, seed)
-            found = gradients_of(self._call, inner, [outputs[i] for i in came], given[: len(came)])
+        with _recorded(), torch.enable_grad(), unhooked(graph.graded):
+            outputs = [graph.outputs[i] for i in came]
+            found = torch.autograd.grad(
+                outputs, graph.graded, given[: len(came)], retain_graph=graph.is_retained, allow_unused=True
+            )
         made = {i: t for i, t in zip(self._call.graded, found, strict=True) if t is not None}
         if made.keys() != trial.gradients.keys():
             raise RuntimeError(
@@ -138,52 +210,40 @@ class OwnCode:
             )
         return _one_or_all([meta.laid_out(made[i]) for i, meta in trial.gradients.items()])
 
-    def _returned(self, inner: Sequence[Tensor], operands: Sequence[Tensor], seed: Tensor | None) -> list[Tensor]:
-        """The tensors that the module returns.
-
-        Raises:
-            RuntimeError: it does, or returns, something else than in its trial. What it has changed is as before.
-        """
-        first, place = self._first, operands[0].device
-        module, guarded, states = self._call.module(), self._guard(), random_states(place)
-        if module is None or guarded is None:
-            raise RuntimeError("the module is gone")
-        guard = guarded()
-        plain, attributes = guard.plain, Attributes(module, AllowedChanges(module, ()))
-        with attributes.restored_if_it_fails():
-            leaves, _ = self._call(inner, seed, plain)
-            if not guard.unchanged():
-                raise RuntimeError("it changes an attribute of the module, as it did not when it was tried")
-        if not same_states(states, place):
-            raise RuntimeError("it draws random numbers, as it did not when it was tried")
-        if not is_same(others_of(leaves), first.leaves):
-            raise RuntimeError("it returns other things that are no tensors than when it was tried")
-        outputs = checked(self._call, inner, operands, leaves, storages(plain))
-        needing = tuple([i for i, t in enumerate(outputs) if t.requires_grad])
-        if self._call.graded and (
-            needing != first.needing or reached([outputs[i] for i in needing], inner) != first.reached
-        ):
-            raise RuntimeError("gradients of it go to other operands than when it was tried")
-        return outputs
-
-    def _taken(self, given: Sequence[Tensor]) -> tuple[Tensor | None, Sequence[Tensor]]:
-        return (given[0], given[1:]) if self.draws else (None, given)
+    def _taken(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The operands, without a seed."""
+        return given[self.draws :]
 
     def _derive(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """What autograd calls in a capture."""
-        operands = ctx.saved_tensors
-        seed, own = self._taken(operands)
+        graph, *operands = ctx.saved_tensors
+        own = self._taken(operands)
         came = tuple([i for i in self._first.needing if grads[i] is not None])
         made: Mapping[int, Tensor] = {}
         if came and (trial := self._trial(own, came)).gradients:
-            found = self._backward(came, trial)(*[grads[i] for i in came], *operands)
+            found = self._backward(came, trial)(*[grads[i] for i in came], graph, *own)
             made = dict(zip(trial.gradients, [found] if isinstance(found, Tensor) else found, strict=True))
-        return (*([] if seed is None else [None]), *[made.get(i) for i in range(len(own))])
+        return (*([None] if self.draws else []), *[made.get(i) for i in range(len(own))])
 
 
-def _keep(ctx: Any, inputs: Sequence[Tensor], output: Any) -> None:
+@contextlib.contextmanager
+def unhooked(params: Iterable[Tensor]) -> Iterator[None]:
+    """While this is active, gradients of tensors do not call the tensors' hooks: who asked for the gradients will."""
+    tables = [table for param in params if (table := param._backward_hooks)]
+    before = [dict(table) for table in tables]
+    try:
+        for table in tables:
+            table.clear()
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.update(hooks)
+
+
+def _keep(ctx: Any, inputs: Sequence[Tensor], output: Sequence[Tensor]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs)
+    ctx.mark_non_differentiable(output[-1])
+    ctx.save_for_backward(output[-1], *inputs)
 
 
 def _schema(name: str, taken: Sequence[str], count: int) -> str:

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from ...plan_cache import ModuleGuard
 from ...plan_cache.inventory import is_same
-from .call import OwnCall, others_of
-from .writes import storages
+from .call import OwnCall, others_of, storages
 
-__all__ = ["Meta", "Trial", "checked", "gradients_of", "random_states", "reached", "same_states", "tried"]
+__all__ = ["Meta", "Trial", "checked", "reached", "tried"]
 
 _LONGEST: Final = 120
 """Seconds after which a trial is taken to wait for the thread that waits for it."""
@@ -87,15 +86,17 @@ class Trial(NamedTuple):
         return dtypes, self.needing, self.reached, list(self.gradients), self.drew, self.spec
 
 
-def tried(call: OwnCall, operands: Sequence[Tensor], came: Sequence[int] | None = None) -> Trial:
-    """Try a call twice with numbers that are drawn, in another thread, where nothing is recorded and torch's functions
-    are its own; with a backward of the outputs for which gradients *came*, by default all that need one.
+def tried(
+    call: OwnCall, double: torch.nn.Module, operands: Sequence[Tensor], came: Sequence[int] | None = None
+) -> Trial:
+    """Try a call of a copy twice with numbers that are drawn, in another thread, where nothing is recorded and torch's
+    functions are its own; with a backward of the outputs for which gradients *came*, by default all that need one.
 
     Raises:
         RuntimeError: the code does what no operator does.
         Exception: of the code.
     """
-    return _in_another_thread(lambda: _tried_with_some(call, operands, came))
+    return _in_another_thread(lambda: _tried_with_some(call, double, operands, came))
 
 
 def _in_another_thread(function: Callable[[], Trial]) -> Trial:
@@ -122,33 +123,35 @@ def _in_another_thread(function: Callable[[], Trial]) -> Trial:
     return found
 
 
-def _tried_with_some(call: OwnCall, operands: Sequence[Tensor], came: Sequence[int] | None) -> Trial:
+def _tried_with_some(
+    call: OwnCall, double: torch.nn.Module, operands: Sequence[Tensor], came: Sequence[int] | None
+) -> Trial:
     try:
-        return _tried_twice(call, operands, came, 0)
+        return _tried_twice(call, double, operands, came, 0)
     except Exception as e:
         if all(t.is_floating_point() for t in operands):
             raise
         with contextlib.suppress(Exception):  # lengths are no zeros
-            return _tried_twice(call, operands, came, 1)
+            return _tried_twice(call, double, operands, came, 1)
         raise e
 
 
-def _tried_twice(call: OwnCall, operands: Sequence[Tensor], came: Sequence[int] | None, whole: int) -> Trial:
+def _tried_twice(
+    call: OwnCall, double: torch.nn.Module, operands: Sequence[Tensor], came: Sequence[int] | None, whole: int
+) -> Trial:
     places = list(dict.fromkeys([t.device for t in operands]))
     if len(places) != 1:
         raise RuntimeError("it has operands on several devices" if places else "it has no operands")
-    module = call.module()
-    assert module is not None
-    before = ModuleGuard({"": module})
+    before = ModuleGuard({"": double}, in_place=True)
     for name in before.moving():
         raise RuntimeError(f"it has a generator or iterator of its own, {name!r}")
     with torch.random.fork_rng([place for place in places if place.type == "cuda"]):
-        first, values = _tried(call, operands, before.plain, came, whole, 0)
-        changed = next(ModuleGuard({"": module}).changes_to(before), None)
-        if changed is not None:
-            raise RuntimeError(f"it changes {changed.attribute!r} of the module")
+        first, values = _tried(call, double, operands, before.plain, came, whole, 0)
+        for changed in ModuleGuard({"": double}, in_place=True).changes_to(before):
+            if not changed.attribute.startswith("Module."):  # torch.compile changes torch's own class
+                raise RuntimeError(f"it changes {changed.attribute!r} of the module")
         # With another seed, too, what does not draw returns the same.
-        second, others = _tried(call, operands, before.plain, came, whole, 0 if first.drew else 1)
+        second, others = _tried(call, double, operands, before.plain, came, whole, 0 if first.drew else 1)
     same = len(values) == len(others) and all(map(_equal, values, others))
     if not same or not first.is_like(second):
         raise RuntimeError("two calls with the same numbers return other things")
@@ -157,6 +160,7 @@ def _tried_twice(call: OwnCall, operands: Sequence[Tensor], came: Sequence[int] 
 
 def _tried(
     call: OwnCall,
+    double: torch.nn.Module,
     operands: Sequence[Tensor],
     plain: Sequence[Tensor],
     came: Sequence[int] | None,
@@ -164,22 +168,32 @@ def _tried(
     seed: int,
 ) -> tuple[Trial, list[Tensor]]:
     place = operands[0].device
+    state = [*double.parameters(), *double.buffers()]
     with torch.set_grad_enabled(call.grads):
         given = [Meta.of(t).drawn(place, whole) for t in operands]
-        drawn = call.leaves(given)
-        kept, numbers = [*given, *plain], [t.detach().clone() for t in (*given, *plain)]
+        with torch.no_grad():
+            for tensor, numbers in zip(state, given[call.given :], strict=True):
+                tensor.copy_(numbers)
+        arguments = call.leaves(given)
+        known = [*arguments, *state]
+        kept, numbers_before = [*known, *plain], [t.detach().clone() for t in (*known, *plain)]
         torch.manual_seed(seed)
-        states = random_states(place)
-        leaves, spec = call(drawn, None, plain)
-        drew = not same_states(states, place)
-        if not all(map(_equal, kept, numbers)):  # written by what is no operator of torch's
-            raise RuntimeError("it overwrites an argument, a parameter, a buffer, or another tensor of its own")
-        outputs = checked(call, drawn, given, leaves, storages(plain))
+        states = _random_states(place)
+        leaves, spec = call(double, arguments, None)
+        drew = not _same_states(states, place)
+        if call.grads and any(t.requires_grad != (i in call.graded) for i, t in enumerate(known)):
+            raise RuntimeError("it sets requires_grad of a parameter or a buffer")
+        outputs = checked(known, leaves, storages(plain))
         needing = tuple([i for i, t in enumerate(outputs) if t.requires_grad])
-        came_from = reached([outputs[i] for i in needing], drawn)
+        came_from = reached([outputs[i] for i in needing], known)
         wanted = needing if came is None else came
         ones = [torch.ones_like(outputs[i]) for i in wanted]
-        found = gradients_of(call, drawn, [outputs[i] for i in wanted], ones) if wanted and call.graded else []
+        graded = [known[i] for i in call.graded]
+        found: Sequence[Tensor | None] = ()
+        if wanted and graded:
+            found = torch.autograd.grad([outputs[i] for i in wanted], graded, ones, allow_unused=True)
+        if not all(map(_equal, kept, numbers_before)):
+            raise RuntimeError("it overwrites an argument, a parameter, a buffer, or another tensor of its own")
     if any(t is not None and t.layout != torch.strided for t in found):
         raise RuntimeError("a gradient of it has no strides")
     gradients = {i: Meta.of(t) for i, t in zip(call.graded, found, strict=False) if t is not None}
@@ -187,38 +201,26 @@ def _tried(
     return Trial(tuple(map(Meta.of, values)), needing, came_from, gradients, drew, others_of(leaves), spec), values
 
 
-def random_states(place: torch.device) -> list[Any]:
+def _random_states(place: torch.device) -> list[Any]:
     """The states of the generators that code may draw from without being given one."""
     cards = [torch.cuda.get_rng_state(place)] if place.type == "cuda" else []
     numbers = numpy.random.get_state(legacy=False)["state"]
     return [torch.get_rng_state(), *cards, numbers["key"].tobytes(), numbers["pos"], random.getstate()]
 
 
-def same_states(before: Sequence[Any], place: torch.device) -> bool:
-    """Whether the generators have the states of :func:`random_states` before."""
-    pairs = zip(before, random_states(place), strict=True)
+def _same_states(before: Sequence[Any], place: torch.device) -> bool:
+    """Whether the generators have the states of :func:`_random_states` before."""
+    pairs = zip(before, _random_states(place), strict=True)
     return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
 
-def gradients_of(
-    call: OwnCall, operands: Sequence[Tensor], outputs: Sequence[Tensor], given: Sequence[Tensor]
-) -> Sequence[Tensor | None]:
-    """The gradients of the operands that need one; None for those that the outputs do not come from."""
-    graded = [operands[i] for i in call.graded]
-    return torch.autograd.grad(outputs, graded, given, allow_unused=True)
-
-
-def checked(
-    call: OwnCall, operands: Sequence[Tensor], given: Sequence[Tensor], leaves: Sequence[Any], plain: set[int]
-) -> list[Tensor]:
+def checked(known: Sequence[Tensor], leaves: Sequence[Any], others: set[int]) -> list[Tensor]:
     """The tensors among the leaves that a call has returned.
 
     Args:
-        call: itself.
-        operands: the leaves of what its code was given.
-        given: the same before buffers were copied.
+        known: what its code was given, and the module's parameters and buffers.
         leaves: what it has returned.
-        plain: the memory of other tensors that its module has.
+        others: the memory of other tensors that the module has.
 
     Raises:
         RuntimeError: it has done something else than to compute these.
@@ -228,16 +230,11 @@ def checked(
         raise RuntimeError("it returns no tensor")
     if any(t.layout != torch.strided for t in outputs):
         raise RuntimeError("it returns a tensor that has no strides")
-    known = storages(operands) | plain
+    taken = storages(known) | others
     for output in outputs:
-        if (storage := output.untyped_storage()._cdata) in known:
+        if (storage := output.untyped_storage()._cdata) in taken:
             raise RuntimeError("it returns an argument, a tensor of its own, or one tensor twice, or a view of these")
-        known.add(storage)
-    if any(t.grad is not None for t in operands):
-        raise RuntimeError("it makes gradients of its own")
-    own = len(operands) - call.buffers
-    if any(not _equal(a, b) for a, b in zip(operands[own:], given[own:], strict=True)):
-        raise RuntimeError("it overwrites a buffer")
+        taken.add(storage)
     return outputs
 
 
