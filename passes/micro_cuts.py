@@ -38,7 +38,8 @@ def cuts_of(program: Program) -> dict[str, Cut]:
     """
     found: dict[str, Cut] = {}
     blobs = program.step.blobs
-    for name, dim, _ in program.interface.feeds:
+    for feed in program.interface.feeds:
+        name, dim = feed.blob, feed.batch_dim
         shape = blobs[name].shape if name is not None and name in blobs else None
         if name is not None and shape is not None and dim is not None:
             parts = _batches(shape[dim])

@@ -87,6 +87,12 @@ def require_one_result(program: Program, replicas: int) -> None:
             f"step could be recorded at one batch only, so nobody knows along which dimension ({program.covers.fixed})",
             fix="replicate it on one device, or let the model take other batches",
         )
+    for fetch in program.interface.fetches if replicas > 1 else ():
+        if fetch.batch_dim is None and fetch.gather is None:
+            raise PassError(
+                f"nothing tells what result {fetch.blob!r} of {replicas} replicas of program {program.name!r} is",
+                fix="return its rows, a sum over the batch, or a floating-point number, which is averaged",
+            )
 
 
 class Site:

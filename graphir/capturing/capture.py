@@ -18,8 +18,17 @@ from ..ir.verify import verify
 from ..process import fork_waits_for
 from .intake.arguments import Arguments, read_arguments
 from .intake.evaluation import warn_of_evaluation
+from .intake.found import StepFunction, read_function
 from .intake.optimizers import Group, read_optimizer, with_forms_of_cuda
-from .intake.options import read_options, read_sizes, refuse_loss, refuse_model, refuse_output
+from .intake.options import (
+    IN_A_FUNCTION,
+    read_options,
+    read_sizes,
+    refuse_beside_function,
+    refuse_loss,
+    refuse_model,
+    refuse_output,
+)
 from .intake.snapshots import snapshots
 from .intake.state import ModelState, overlaps, read_state
 from .isolate.alone import run_here_alone
@@ -44,10 +53,11 @@ _alone: Final = threading.RLock()
 
 
 def capture(
-    model: torch.nn.Module | torch.export.ExportedProgram,
-    inputs: Sequence[Any],
-    *,
+    step: torch.nn.Module | torch.export.ExportedProgram | Callable[..., Any],
+    inputs: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
+    *,
+    stateful: Any = (),
     targets: Sequence[Any] = (),
     loss: Callable[..., Any] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -123,14 +133,23 @@ def capture(
         CaptureError: the step depends on data in a way that no program can express, or something is not supported.
         VerifyError: the captured program breaks an invariant of the IR, which is a defect of graphir.
     """
-    if isinstance(model, torch.export.ExportedProgram):
-        model, name = torch.export.unflatten(model), name or "exported"
+    model: torch.nn.Module
+    function: StepFunction | None = None
+    if isinstance(step, torch.export.ExportedProgram):
+        model, name = torch.export.unflatten(step), name or "exported"
+    elif isinstance(step, (torch.nn.Module, type)) or not callable(step):
+        model = step  # type: ignore[assignment]  # what is no module is refused
+    else:
+        given = locals()
+        refuse_beside_function({option: given[option] for option in IN_A_FUNCTION})
+        function = read_function(step, stateful)
+        model, optimizer = function.model, function.optimizer
     refuse_model(model)
     if not isinstance(name, (str, type(None))):
         raise CaptureError(f"name is a {type(name).__name__}, not a string", fix='write name="step"')
     refuse_loss(loss, targets)
     refuse_output(output, loss)
-    if optimizer is not None and loss is None:
+    if optimizer is not None and loss is None and function is None:
         raise CaptureError("an optimizer is given, but no loss", fix="pass loss=, or leave the optimizer out")
     positions = _positions(backward)
     joint = backward is not False
@@ -152,13 +171,15 @@ def capture(
     if optimizer is not None:
         warn_of_evaluation(model)
     with _capturing(model):
-        state = read_state(model, hooked=loss is None)
-        arguments = read_arguments(model, inputs, kwargs, targets, loss, batch_dims)
+        state = read_state(model, hooked=loss is None and function is None)
+        called = model.forward if function is None else function.call
+        arguments = read_arguments(called, inputs, kwargs, targets, loss, batch_dims)
         groups = read_optimizer(optimizer, state.by_id) if optimizer is not None else ()
         trained = None if optimizer is None else frozenset([param for group in groups for param in group.params])
         allowed = AllowedChanges(model, allow_changes)
-        step = Step(
+        to_record = Step(
             model=model,
+            function=function,
             state=state,
             arguments=per_micro_batch(arguments, options.accumulate),
             loss=loss,
@@ -174,12 +195,13 @@ def capture(
             trained=trained,
         )
         try:
-            with step.attributes.restored():
-                program, outline, recorded = _program_of(step, name or type(model).__name__.lower(), optimizer, groups)
+            with to_record.attributes.restored():
+                named = name or (type(model).__name__.lower() if function is None else function.name)
+                program, outline, recorded = _program_of(to_record, named, optimizer, groups)
         finally:
-            step.caches.leave()
-        step.caches.check()
-    witness = StepWitness(step, allow_changes, program, outline, recorded, _capturing)
+            to_record.caches.leave()
+        to_record.caches.check()
+    witness = StepWitness(to_record, allow_changes, program, outline, recorded, _capturing)
     listed = read_sizes(sizes, program.dims, program.covers.fixed)
     for point in listed:
         witness(point)
@@ -236,13 +258,14 @@ def _program_of(
     """The program, its recording's outline, and the sizes at which it was recorded."""
     followed = follow_dims(step)
     step.allowed.check()
+    updates = followed.sizes.recording.updates
     program, named = build_program(
         step,
         followed,
         snapshots(step.state.tensors),
         name=name,
-        optimizer=type(optimizer).__name__ if optimizer is not None else "",
-        groups=with_forms_of_cuda(groups) if step.target.is_cuda else groups,
+        optimizer=type(optimizer).__name__ if optimizer is not None and updates else "",
+        groups=() if not updates else with_forms_of_cuda(groups) if step.target.is_cuda else groups,
     )
     recording = followed.sizes.recording
     # A known constant is a literal: each step makes a new tensor of it.

@@ -348,7 +348,7 @@ class Compiled:
     def _read(
         self, inputs: Sequence[Any], kwargs: Mapping[str, Any] | None, targets: Sequence[Any], batch_dims: Any
     ) -> Arguments:
-        return read_arguments(self._model, inputs, kwargs, targets, self._options.get("loss"), batch_dims)
+        return read_arguments(self._model.forward, inputs, kwargs, targets, self._options.get("loss"), batch_dims)
 
     def _made(self, arguments: Arguments, beside: Session | None, guard: ModuleGuard) -> Session:
         """A session of the step with these arguments, of the model that *guard* holds of."""

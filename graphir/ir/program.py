@@ -26,7 +26,7 @@ from .size import BATCH, Dims
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["REDUCTIONS", "Interface", "Note", "ParamGroup", "Program", "Reduction", "Scalar", "Slot"]
+__all__ = ["REDUCTIONS", "Gathered", "Interface", "Note", "ParamGroup", "Program", "Reduction", "Scalar", "Slot"]
 
 
 def _number(given: object) -> object:
@@ -45,19 +45,26 @@ Note: TypeAlias = "int | float | bool | str | tuple[Note, ...] | Mapping[str, No
 Scalar: TypeAlias = int | Annotated[float, BeforeValidator(_number)] | bool | str | None
 
 
+Gathered: TypeAlias = Literal["first", "mean", "sum"]
+"""How the results of replicas become one."""
+
+
 class Slot(NamedTuple):
-    """One leaf of a step's arguments, or of a forward-only program's result.
+    """One leaf of a step's arguments, or of its results.
 
     Attributes:
         blob: the tensor's blob, without prefix; None where the leaf is not a tensor.
         batch_dim: the dimension along which an argument is split over the replicas, and a result gathered from them;
-            None: an argument is passed whole to each, and the first replica's result is taken.
+            None: an argument is passed whole to each, and *gather* says what becomes of a result.
         value: the leaf itself where it is not a tensor. An argument must equal this leaf; a result returns it.
+        gather: what a result of several replicas is: that of the first, the mean by their shares of the batch, or the
+            sum; None: nothing in the step tells.
     """
 
     blob: str | None
     batch_dim: int | None = None
     value: Scalar = None
+    gather: Gathered | None = "first"
 
 
 class ParamGroup(NamedTuple):
@@ -91,8 +98,8 @@ class Interface:
             targets appended to args.
         feeds: the leaves of that structure, in order.
         loss: the blob of the scalar loss; None for a program without one.
-        fetches: the leaves of the result of a program without loss, in order.
-        results: the JSON text of the structure of that result; None for a training step.
+        fetches: the leaves of the step's result, in order; none of a step that returns its loss alone.
+        results: the JSON text of the structure of that result; None for a step that returns its loss alone.
         module_state: each name of ``module.state_dict()`` and its blob; tied names share one.
         optimizer: name of the captured optimizer's class; empty where there is none.
         optimizer_state: for each parameter, its optimizer state's blobs by the optimizer's own names

@@ -33,7 +33,8 @@ class Gather:
         self.program = program
         self.position = {name: i for i, name in enumerate(program.step.external_outputs)}
         interface = program.interface
-        names = [fetch.blob for fetch in interface.fetches] if interface.loss is None else [interface.loss]
+        self._alone = interface.results is None and interface.loss is not None
+        names = [interface.loss] if self._alone else [fetch.blob for fetch in interface.fetches]
         self.results = [
             [] if name is None else [self.result_at(p + name) for p in interface.placed.get(name, program.sharing)]
             for name in names
@@ -46,6 +47,8 @@ class Gather:
                 fix="capture the program again",
             )
         handed = {i for positions in self.results for i in positions}
+        if interface.loss is not None and not self._alone:
+            handed |= {self.result_at(p + interface.loss) for p in program.sharing}
         self.others = [(name, i) for name, i in self.position.items() if i not in handed]
 
     def result_at(self, name: str) -> int:
@@ -59,30 +62,36 @@ class Gather:
             ) from None
 
     def result(self, outputs: Sequence[Tensor], dims: Dims) -> Any:
-        """The loss, or the outputs in the structure in which the module returned them."""
-        if self.structure is None and self.program.interface.loss is not None:
-            return self.loss([outputs[i] for i in self.results[0]], dims)
+        """The loss, or the results in the structure in which the step returned them."""
+        if self._alone:
+            return self.mean([outputs[i] for i in self.results[0]], dims)
         with torch.no_grad():
             leaves = [
-                self.slot(fetch, [outputs[i] for i in positions])
+                self.slot(fetch, [outputs[i] for i in positions], dims)
                 for fetch, positions in zip(self.program.interface.fetches, self.results, strict=True)
             ]
         return unflatten(self.structure, iter(leaves)) if self.structure is not None else tuple(leaves)
 
-    @staticmethod
-    def slot(fetch: Slot, found: Sequence[Tensor]) -> Tensor | Scalar:
+    def slot(self, fetch: Slot, found: Sequence[Tensor], dims: Dims) -> Tensor | Scalar:
+        """One result of several replicas'."""
         if not found:
             return fetch.value
-        if fetch.batch_dim is not None and len(found) > 1:
+        if len(found) == 1:
+            return found[0].clone()
+        if fetch.batch_dim is not None:
             return torch.cat([part.to(found[0].device) for part in found], fetch.batch_dim)
+        if fetch.gather == "mean":
+            return self.mean(found, dims)
+        if fetch.gather == "sum":
+            return all_reduce([part.to(found[0].device) for part in found], None)
         return found[0].clone()
 
-    def loss(self, losses: Sequence[Tensor], dims: Dims) -> Tensor:
-        """The mean of the replicas' losses, each weighted by its share of the batch, as ``AllReduce`` forms it."""
-        if len(losses) == 1:
-            return losses[0].clone()
+    def mean(self, found: Sequence[Tensor], dims: Dims) -> Tensor:
+        """The mean of what replicas have, each weighted by its share of the batch, as ``AllReduce`` forms it."""
+        if len(found) == 1:
+            return found[0].clone()
         with torch.no_grad():
-            here = [loss.to(losses[0].device) for loss in losses]
+            here = [tensor.to(found[0].device) for tensor in found]
             return all_reduce(here, len(here), mean_weights(self.shares(dims)))
 
     def shares(self, dims: Dims) -> list[int]:

@@ -80,14 +80,14 @@ class Arguments(NamedTuple):
 
 
 def read_arguments(
-    model: torch.nn.Module,
+    called: Callable[..., Any],
     inputs: Any,
     kwargs: Mapping[str, Any] | None,
     targets: Any,
     loss: Callable[..., Any] | None,
     batch_dims: Any,
 ) -> Arguments:
-    """The arguments of a step, as leaves with names and named dimensions.
+    """The arguments of a step, as leaves with names and named dimensions; *called* is the model, or a step function.
 
     Raises:
         CaptureError: an argument is of a kind that programs don't have, or *batch_dims* does not fit the arguments.
@@ -101,7 +101,7 @@ def read_arguments(
         raise CaptureError("targets are given, but no loss that takes them", fix="pass loss=")
     inputs, targets, kwargs = tuple(inputs), tuple(targets), dict(kwargs or {})
     named = [
-        *zip(_positional(model.forward, len(inputs), "input"), inputs, strict=True),
+        *zip(_positional(called, len(inputs), "input"), inputs, strict=True),
         *zip(_positional(loss, len(targets), "target", skip=1), targets, strict=True),
         *kwargs.items(),
     ]

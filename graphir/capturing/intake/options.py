@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -13,7 +13,16 @@ from ...errors import CaptureError
 from ...ir.size import LARGEST, Dims
 from ..words.places import where
 
-__all__ = ["LossScaler", "Options", "read_options", "read_sizes", "refuse_loss", "refuse_model", "refuse_output"]
+__all__ = [
+    "LossScaler",
+    "Options",
+    "read_loss_scale",
+    "read_options",
+    "read_sizes",
+    "refuse_loss",
+    "refuse_model",
+    "refuse_output",
+]
 
 
 class LossScaler(NamedTuple):
@@ -79,7 +88,7 @@ def read_options(
         raise CaptureError(
             f"accumulate={accumulate!r} is not a number of micro-batches", fix="pass a whole number of at least 1"
         )
-    scale = _loss_scale(loss_scale, optimizer) if loss_scale is not None else None
+    scale = read_loss_scale(loss_scale, optimizer) if loss_scale is not None else None
     if not backward:
         used = (norm is not None, value is not None, accumulate > 1, scale is not None)
         for name in [name for name, given in zip(Options._fields, used, strict=True) if given]:
@@ -100,7 +109,12 @@ def _positive(name: str, value: object) -> float | None:
     return float(value)
 
 
-def _loss_scale(given: object, optimizer: bool) -> float | LossScaler | None:
+def read_loss_scale(given: object, optimizer: bool) -> float | LossScaler | None:
+    """The factor of a loss, or the scaler that chooses the factor.
+
+    Raises:
+        CaptureError: it is neither, the scaler is disabled, or there is no *optimizer* whose steps it could skip.
+    """
     if not isinstance(given, torch.amp.GradScaler):
         if not isinstance(given, (int, float)):
             raise CaptureError(
@@ -128,6 +142,29 @@ def _loss_scale(given: object, optimizer: bool) -> float | LossScaler | None:
         float(state["backoff_factor"]),
         int(state["growth_interval"]),
     )
+
+
+IN_A_FUNCTION: Final = {
+    **dict.fromkeys(("loss", "optimizer", "output", "clip_grad_norm", "clip_grad_value", "loss_scale")),
+    "targets": (),
+    "backward": False,
+    "accumulate": 1,
+}
+"""Arguments of ``capture`` that say what a step function says itself, and what they are where they are left out."""
+
+
+def refuse_beside_function(given: Mapping[str, object]) -> None:
+    """Raise if an argument of :data:`IN_A_FUNCTION` is given beside a step function.
+
+    Raises:
+        CaptureError: names the argument.
+    """
+    for name, value in given.items():
+        if value is not IN_A_FUNCTION[name] and value != IN_A_FUNCTION[name]:
+            raise CaptureError(
+                f"{name} is given beside a step function, which does that itself",
+                fix=f"do it in the function, or leave {name} out",
+            )
 
 
 def refuse_model(model: object, taker: str = "capture") -> None:

@@ -37,8 +37,8 @@ class TorchFunctions(TorchFunctionMode):
 
     def __init__(self, *tables: Handlers) -> None:
         super().__init__()
-        self._handlers = {function: handler for table in tables for function, handler in table.items()}
-        self._handlers |= {function: self._within(body) for function, body in _RUN_THE_STEPS.items()}
+        self._handlers: dict[Any, Callable[..., Any]] = {f: self._within(body) for f, body in _RUN_THE_STEPS.items()}
+        self._handlers |= {function: handler for table in tables for function, handler in table.items()}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -16,7 +16,7 @@ from ...ir.names import RESERVED, Names
 from ...ir.net import Net
 from ...ir.operator import Arg, Operator, stored_versions
 from ...ir.opset import effects_of
-from ...ir.program import Interface, Program, Scalar, Slot
+from ...ir.program import Gathered, Interface, Program, Scalar, Slot
 from ...ir.symbols import has_symbol
 from ..intake.optimizers import Group
 from ..intake.snapshots import snapshot
@@ -192,7 +192,7 @@ def _refuse_sparse_outputs(recording: Recording, named: Sequence[str]) -> None:
 
 
 def _external_outputs(recording: Recording, named: Sequence[str], optimizer: str) -> tuple[str, ...]:
-    results = recording.outputs if recording.loss is None else [recording.loss]
+    results = [*recording.outputs, *([] if recording.loss is None else [recording.loss])]
     gradients = [g for _, g in recording.finished.gradients if not optimizer]
     return tuple(dict.fromkeys(named[v.index] for v in [*results, *gradients]))
 
@@ -232,6 +232,7 @@ def _interface(
     update: Update,
 ) -> Interface:
     gathered = batch_dims if batch_dims is not None else [None] * len(recording.returned)
+    how = recording.gathered or ["first"] * len(recording.returned)
     feeds = []
     for leaf, value in zip(step.arguments.leaves, recording.inputs, strict=True):
         scalar = None if isinstance(leaf.value, torch.Tensor) else leaf.value
@@ -244,7 +245,7 @@ def _interface(
         arguments=arguments.dumps(),
         feeds=tuple(feeds),
         loss=None if recording.loss is None else named[recording.loss.index],
-        fetches=tuple([_slot(leaf, dim, named) for leaf, dim in zip(recording.returned, gathered, strict=True)]),
+        fetches=tuple([_slot(*found, named) for found in zip(recording.returned, gathered, how, strict=True)]),
         results=_results(step, recording, named),
         differentiable=tuple([position for position, _, _ in recording.given]),
         one_replica=batch_dims is None,
@@ -264,5 +265,9 @@ def _results(step: Step, recording: Recording, named: Sequence[str]) -> str | No
     return None if spec is None else written_structure(spec, "what the model returns")
 
 
-def _slot(leaf: Value | Scalar, batch_dim: int | None, named: Sequence[str]) -> Slot:
-    return Slot(named[leaf.index], batch_dim) if isinstance(leaf, Value) else Slot(None, None, leaf)
+def _slot(leaf: Value | Scalar, batch_dim: int | None, how: Gathered | None, named: Sequence[str]) -> Slot:
+    return (
+        Slot(named[leaf.index], batch_dim, gather="first" if batch_dim is not None else how)
+        if isinstance(leaf, Value)
+        else Slot(None, None, leaf)
+    )

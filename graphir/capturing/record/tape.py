@@ -63,7 +63,7 @@ class Tape:
         self._told_sizes = ToldSizes(self.extents, self._memory.find)
         self._owners: dict[int, Value] = {}
         self._belonging = Belonging()
-        self._prefix, self._first = "", 0
+        self._prefix, self._first, self._later = "", 0, False
 
     # What exists before the step.
 
@@ -156,6 +156,10 @@ class Tape:
     def start_update(self) -> None:
         """From here on, operators belong to the update."""
         self.phase, self._prefix = "update", ""
+
+    def start_later(self) -> None:
+        """From here on, operators on gradients belong to the update, and all others to the forward."""
+        self.phase, self._later = "update", True
 
     # What tensors show.
 
@@ -352,6 +356,8 @@ class Tape:
         args: Mapping[str, Arg],
         seed: int | None = None,
     ) -> tuple[RecordedCall, Value | None]:
+        if self._later:
+            self.phase = "update" if any(v.phase != "forward" for v in inputs) else "forward"
         source, scope = self._origin(inputs)
         call = RecordedCall(type, inputs, operands, args, scope, self.phase, seed, self._line(source, inputs))
         if self._named and self.phase == "forward":

@@ -22,7 +22,7 @@ from ..record.recorder import Recorder
 from ..record.values import RecordedCall, Value
 from ..words.places import where
 
-__all__ = ["Finished", "fake_scaler", "finish_gradients", "refuse_sparse", "scale_loss"]
+__all__ = ["Finished", "fake_scaler", "finish_gradients", "name_norms", "refuse_sparse", "scale_loss", "unscaled"]
 
 _aten: Final = torch.ops.aten
 
@@ -97,8 +97,7 @@ def finish_gradients(
     found_inf = None
     with torch.no_grad():
         if isinstance(scale, LossScaler):
-            _refuse_half(gradients)
-            made, found_inf = _unscale(originals, scale, recorder)
+            made, found_inf = unscaled(gradients, scale, recorder)
         elif scale is not None:
             made = [
                 _called(recorder.read(tensor * (1.0 / scale)), "unscaled", of=gradient)
@@ -131,20 +130,27 @@ def _refuse_half(gradients: Sequence[tuple[Value, Value]]) -> None:
             )
 
 
-def _unscale(gradients: Sequence[Value], scaler: LossScaler, recorder: Recorder) -> tuple[list[Value], Value]:
-    """``GradScaler.unscale_`` and ``GradScaler.update``: the unscaled gradients, and whether to skip the updates."""
+def unscaled(
+    gradients: Sequence[tuple[Value, Value]], scaler: LossScaler, recorder: Recorder
+) -> tuple[list[Value], Value]:
+    """``GradScaler.unscale_`` and ``GradScaler.update``: the unscaled gradients, and whether to skip the updates.
+
+    Raises:
+        CaptureError: the scaler would not unscale a gradient.
+    """
+    _refuse_half(gradients)
     inverse = scaler.scale.double().reciprocal().float()
     none = torch.full((), 0.0, dtype=torch.float32, device="cpu")
     for tensor, name in ((inverse, "loss_scale.inverse"), (none, "loss_scale.found_none")):
         _called(recorder.read(tensor), name)
-    unscaled, found = [], []
-    for gradient in gradients:
+    made, found = [], []
+    for _, gradient in gradients:
         (tensor,), found_inf = _aten._amp_foreach_non_finite_check_and_unscale.default(
             [recorder.window(gradient)], none, inverse
         )
         found.append(found_inf)
         _called(recorder.read(found_inf), "found_inf", of=gradient)
-        unscaled.append(_called(recorder.read(tensor), "unscaled", of=gradient))
+        made.append(_called(recorder.read(tensor), "unscaled", of=gradient))
     together = torch.stack(found)
     _called(recorder.read(together), "found_infs")
     any_found = together.amax()
@@ -156,7 +162,7 @@ def _unscale(gradients: Sequence[Value], scaler: LossScaler, recorder: Recorder)
         scaler.backoff_factor,
         scaler.growth_interval,
     )
-    return unscaled, _called(recorder.read(any_found), "found_inf")
+    return made, _called(recorder.read(any_found), "found_inf")
 
 
 def _clip(
@@ -175,7 +181,7 @@ def _clip(
     if options.clip_grad_norm is not None:
         total = torch.nn.utils.clip_grad_norm_(tensors, options.clip_grad_norm, foreach=False)
         of = {gradient.index: original for gradient, original in zip(gradients, originals, strict=True)}
-        _name_norms(recorder.calls[first:], of, recorder.read(total))
+        name_norms(recorder.calls[first:], of, recorder.read(total))
     else:
         assert options.clip_grad_value is not None
         torch.nn.utils.clip_grad_value_(tensors, options.clip_grad_value, foreach=False)
@@ -187,7 +193,7 @@ def _clip(
     ]
 
 
-def _name_norms(calls: Sequence[RecordedCall], of: Mapping[int, Value], total: Value) -> None:
+def name_norms(calls: Sequence[RecordedCall], of: Mapping[int, Value], total: Value) -> None:
     """Name the values that ``clip_grad_norm_`` made.
 
     Args:

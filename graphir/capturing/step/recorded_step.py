@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils import _pytree as pytree
 
-from ...ir.program import Scalar
+from ...ir.program import Gathered, Scalar
 from ..record.extents import Extents
 from ..record.sparse import SparseValue
 from ..record.values import RecordedCall, Value
@@ -24,8 +24,11 @@ class Outcome:
     Attributes:
         loss: the scalar loss.
         returned: the leaves of the model's output in a step without loss; then the gradients of inputs, if the step is
-            given the gradients of its outputs.
-        results: the structure of the model's output.
+            given the gradients of its outputs. Of a step function, the leaves of what it returns, unless that is the
+            loss alone.
+        results: the structure of these.
+        gathered: how each of these, of several replicas, becomes one; empty: the first replica's is taken.
+        updates: whether the optimizer makes a step.
         gradients: forward values and the values of their gradients, parameters first.
         parts: parameters, each with the gradient of one micro-batch or the sum of several.
         finished: the gradients that the updates read or the caller gets.
@@ -37,6 +40,8 @@ class Outcome:
     loss: Value | None = None
     returned: Sequence[Value | Scalar] = ()
     results: pytree.TreeSpec | None = None
+    gathered: Sequence[Gathered | None] = ()
+    updates: bool = True
     gradients: Sequence[tuple[Value, Value]] = ()
     parts: Sequence[tuple[Value, Value]] = ()
     finished: Finished

@@ -16,6 +16,7 @@ from ...ir.optypes.table import operator_type
 from ...ir.program import Scalar
 from ...ir.size import Dims
 from ..intake.arguments import Arguments
+from ..intake.found import StepFunction
 from ..intake.options import LossScaler, Options
 from ..intake.state import ModelState
 from ..isolate.attributes import AllowedChanges, Attributes, Change
@@ -40,6 +41,7 @@ from ..record.values import RecordedCall, Value
 from ..words.libraries import remedy
 from ..words.places import where
 from .backward import backward
+from .function import FunctionRun
 from .gradients import Finished, fake_scaler, finish_gradients, refuse_sparse, scale_loss
 from .micro_batches import Sums, micro_batch, prefix_of_micro_batch
 from .output_gradients import joint_backward
@@ -58,6 +60,7 @@ class Step(NamedTuple):
 
     Attributes:
         model: the module.
+        function: the step function that uses the module; None: the step is made of the module and the rest here.
         state: its parameters and buffers.
         arguments: of the step; ``batch`` is the size of one micro-batch.
         loss: the loss function; None: the step is a forward only, or is given the gradients of its outputs.
@@ -74,6 +77,7 @@ class Step(NamedTuple):
     """
 
     model: torch.nn.Module
+    function: StepFunction | None
     state: ModelState
     arguments: Arguments
     loss: Callable[..., Any] | None
@@ -116,6 +120,7 @@ def run(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> tuple[Re
         scale = step.options.loss_scale
         if isinstance(scale, LossScaler):
             scale = fake_scaler(scale, recorder)
+    function = None if step.function is None else FunctionRun(step.function, recorder, fakes)
     functions = TorchFunctions(
         moves(),
         recorder.exchanges(),
@@ -123,8 +128,10 @@ def run(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> tuple[Re
         escapes(scopes.here, recorder.held_by),
         sequences(scopes, recorder.held_by),
         fast_paths(scopes.here),
+        {} if function is None else function.handlers(),
     )
-    grad = torch.enable_grad() if step.loss is not None or step.joint else contextlib.nullcontext()
+    trains = step.loss is not None or step.joint or function is not None
+    grad = torch.enable_grad() if trains else contextlib.nullcontext()
     with (
         _seen_by(step.caches, recorder),
         grad,
@@ -132,6 +139,7 @@ def run(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> tuple[Re
         global_state_kept() as check_settings,
         errors_not_logged(),
         fakes_in_place(step.model, fakes, step.attributes) as changes,
+        contextlib.nullcontext() if function is None else function.in_place(),
         rng_state_followed(),
         seeding_refused(scopes),
         modules_stay(scopes.here),
@@ -142,7 +150,13 @@ def run(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> tuple[Re
         recorder,
         _failures(recorder, lines),
     ):
-        if step.joint:
+        if function is not None:
+            args, kwargs, _ = step.arguments.split(leaves)
+            with recorder.follow_step():
+                returned = function(*args, **kwargs)
+            check_settings()
+            outcome = function.outcome(returned)
+        elif step.joint:
             outcome = _forward_backward(step, leaves, recorder, check_settings)
         elif step.loss is None:
             outcome = _forward_only(step, leaves, recorder, check_settings)

@@ -7,7 +7,7 @@ builds values and nothing else: no text is evaluated. ``verify`` says whether a 
 from __future__ import annotations
 
 import re
-from typing import Any, Final, cast
+from typing import Any, Final, cast, get_args
 
 from ...errors import ParseError, nearest
 from ..covers import Covers
@@ -15,7 +15,7 @@ from ..guard import Guard, parse_guard
 from ..net import Net
 from ..parts import Parts
 from ..plan import KINDS, STREAMS, Event, Instruction, Kind, Plan
-from ..program import REDUCTIONS, Interface, ParamGroup, Program, Reduction, Scalar, Slot
+from ..program import REDUCTIONS, Gathered, Interface, ParamGroup, Program, Reduction, Scalar, Slot
 from ..size import Dims
 from .parse_net import NetReader, read_net
 from .tokens import Line, Lines
@@ -256,7 +256,15 @@ def _positions(line: Line) -> tuple[int, ...]:
 def _slot(line: Line) -> Slot:
     blob = None if line.accept("_") else line.name()
     batch_dim = line.take_integer() if line.accept("dim") else None
-    return Slot(blob, batch_dim, _scalar(line) if line.accept("=") else None)
+    gather: Gathered | None = _gathered(line) if line.accept("gather") else "first"
+    return Slot(blob, batch_dim, _scalar(line) if line.accept("=") else None, gather)
+
+
+def _gathered(line: Line) -> Gathered | None:
+    word = line.name()
+    if word not in (*get_args(Gathered), "untold"):
+        raise line.error(f"results are not gathered by {word!r}", f"write {', '.join(get_args(Gathered))} or untold")
+    return None if word == "untold" else cast(Gathered, word)
 
 
 def _scalar(line: Line) -> Scalar:

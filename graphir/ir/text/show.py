@@ -178,7 +178,8 @@ def _interface(interface: Interface) -> Iterator[str]:
 def _slot(slot: Slot) -> str:
     dim = "" if slot.batch_dim is None else f" dim {slot.batch_dim}"
     value = "" if slot.value is None else f" = {value_text(slot.value)}"
-    return f"{'_' if slot.blob is None else quoted(slot.blob)}{dim}{value}"
+    gather = "" if slot.gather == "first" else f" gather {slot.gather or 'untold'}"
+    return f"{'_' if slot.blob is None else quoted(slot.blob)}{dim}{gather}{value}"
 
 
 def _renamed(name: str, blob: str, default: str) -> str:

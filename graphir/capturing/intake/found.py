@@ -1,0 +1,196 @@
+"""What a step function uses: modules and optimizers in its cells, globals and defaults, and in the objects there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from ...errors import CaptureError
+from ..isolate.around import Around, globals_of
+from ..isolate.containers import is_pythons
+
+__all__ = ["StepFunction", "read_function"]
+
+_DEPTH: Final = 3
+"""How many objects deep: the function's own cells, what these hold, and what is in that."""
+
+
+_STATEFUL: Final = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler)
+"""What of a step has a state that lasts."""
+
+
+class StepFunction(NamedTuple):
+    """A function that is a step.
+
+    Attributes:
+        call: itself.
+        model: the module that it uses; of several, a module that has them by their names.
+        optimizer: that it uses; None without one.
+        scaler: the gradient scaler that it uses; None without one.
+        around: what else it finds around itself.
+    """
+
+    call: Callable[..., Any]
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer | None
+    scaler: torch.amp.GradScaler | None
+    around: Around
+
+    @property
+    def name(self) -> str:
+        """The function's own name."""
+        return _name_of(self.call)
+
+
+class _Together(torch.nn.Module):
+    """Several modules, by name."""
+
+    def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+
+def read_function(function: Callable[..., Any], stateful: object = ()) -> StepFunction:
+    """A step function, and the modules and optimizers that it uses.
+
+    Args:
+        function: a function, a bound method, a ``functools.partial``, or an object with ``__call__``.
+        stateful: modules and optimizers, or these by name; where empty, they are found.
+
+    Raises:
+        CaptureError: there is no module, or *stateful* has something else.
+    """
+    search = _Search(function)
+    known = dict(search.found())
+    found = _given(stateful, known) if stateful else known
+    modules = _outermost({n: value for n, value in found.items() if isinstance(value, torch.nn.Module)})
+    optimizers = {n: value for n, value in found.items() if isinstance(value, torch.optim.Optimizer)}
+    if not modules:
+        raise CaptureError(
+            f"{_name_of(function)} uses no module: none is in its cells, globals, defaults or its self",
+            fix="name the module where the function finds it, or pass stateful=(model, optimizer)",
+        )
+    if len({id(value) for value in optimizers.values()}) > 1:
+        raise CaptureError(
+            f"{_name_of(function)} uses {len(optimizers)} optimizers: {', '.join(optimizers)}",
+            fix="give one optimizer all parameters, in groups; or capture one step for each",
+        )
+    model = next(iter(modules.values())) if len(modules) == 1 else _Together(modules)
+    scalers = {id(value): value for value in found.values() if isinstance(value, torch.amp.GradScaler)}
+    if len(scalers) > 1:
+        raise CaptureError(f"{_name_of(function)} uses {len(scalers)} gradient scalers", fix="use one")
+    scaler = next((scaler for scaler in scalers.values() if scaler.is_enabled()), None)
+    return StepFunction(function, model, next(iter(optimizers.values()), None), scaler, search.around)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _given(stateful: object, known: Mapping[str, Any]) -> dict[str, Any]:
+    """What is stateful by name; of a sequence, by the names under which the function has it."""
+    if isinstance(stateful, Mapping):
+        found = dict(stateful)
+    elif isinstance(stateful, Sequence) and not isinstance(stateful, str):
+        names = {id(value): name for name, value in known.items()}
+        found = {names.get(id(v), f"{type(v).__name__.lower()}{i or ''}"): v for i, v in enumerate(stateful)}
+    else:
+        found = {"": stateful}
+    for value in found.values():
+        if not isinstance(value, _STATEFUL):
+            raise CaptureError(
+                f"stateful has a {type(value).__name__}, which is no module, optimizer or gradient scaler",
+                fix="write stateful=(model, optimizer), or stateful={'G': G, 'D': D}",
+            )
+    return found
+
+
+def _outermost(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Module]:
+    """The modules that are in no other one of them, each once."""
+    inside = {id(inner) for module in modules.values() for inner in module.modules() if inner is not module}
+    found: dict[int, tuple[str, torch.nn.Module]] = {}
+    for name, module in modules.items():
+        if id(module) not in inside:
+            found.setdefault(id(module), (name, module))
+    return dict(found.values())
+
+
+class _Search:
+    """Looks for what has state.
+
+    Args:
+        function: begins there.
+
+    Attributes:
+        around: all that it has looked into.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.around = Around()
+        self._seen: set[int] = set()
+
+    def found(self) -> Iterator[tuple[str, Any]]:
+        """Each module and optimizer once, by a name that no other one has."""
+        taken: set[str] = set()
+        for name, value in self._within("", self._function, _DEPTH):
+            base, count = name or type(value).__name__.lower(), 1
+            while name in taken or not name:
+                name, count = f"{base}_{count}" if name else base, count + 1
+            taken.add(name)
+            yield name, value
+
+    def _within(self, name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, (str, bytes, int, float, complex, type(None), type, torch.Tensor)) or depth < 0:
+            return
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, _STATEFUL):
+            yield name, value
+            return
+        # What is put around a function or an object is no object more.
+        depth -= not isinstance(value, (MethodType, partial))
+        for key, inner in self._parts(name, value):
+            yield from self._within(key or name, inner, depth)
+
+    def _parts(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, MethodType):
+            yield "", value.__self__
+            yield "", value.__func__
+        elif isinstance(value, partial):
+            yield "", value.func
+            yield from (("", item) for item in value.args)
+            yield from value.keywords.items()
+        elif isinstance(value, FunctionType):
+            if str(value.__module__).partition(".")[0] != "torch":
+                self.around.saw(name, value)
+                yield from _parts_of_function(value)
+        elif isinstance(value, dict):
+            self.around.saw(name, value)
+            yield from ((key if isinstance(key, str) else "", item) for key, item in list(value.items()))
+        elif isinstance(value, (list, tuple, set, deque)):
+            if not isinstance(value, tuple):
+                self.around.saw(name, value)
+            yield from (("", item) for item in value)
+        elif hasattr(value, "__dict__") and not is_pythons(type(value)):
+            self.around.saw(name, value)
+            yield from list(vars(value).items())
+            if value is self._function:
+                yield "", type(value).__call__
+
+
+def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # the cell is still empty
+            yield name, cell.cell_contents
+    yield from ((name, function.__globals__[name]) for name in globals_of(function))
+    yield from (("", value) for value in function.__defaults__ or ())
+    yield from (function.__kwdefaults__ or {}).items()

@@ -1,0 +1,113 @@
+"""What a step function finds around itself: its cells and globals, and the lists, dicts and objects there.
+
+A recording leaves them as they were, and a step that changes one is refused: a program would not change it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from types import CellType, FunctionType
+from typing import Any, NamedTuple
+
+from ...errors import CaptureError
+from .containers import fill, is_untouched, items_of
+
+__all__ = ["Around", "globals_of"]
+
+
+def globals_of(function: FunctionType) -> list[str]:
+    """The names of the globals that a function's code may read, and those that the functions in it may."""
+    found: dict[str, None] = {}
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        found.update(dict.fromkeys(code.co_names))
+        codes += [constant for constant in code.co_consts if isinstance(constant, type(code))]
+    return [name for name in found if name in function.__globals__]
+
+
+class _Place(NamedTuple):
+    """A name of a function: a cell, or a table and the key there."""
+
+    name: str
+    holder: Any
+
+    def read(self) -> Any:
+        return self.holder.cell_contents if isinstance(self.holder, CellType) else self.holder[self.name]
+
+    def put(self, value: Any) -> None:
+        if isinstance(self.holder, CellType):
+            self.holder.cell_contents = value
+        else:
+            self.holder[self.name] = value
+
+
+class Around:
+    """What a search has found around a function."""
+
+    def __init__(self) -> None:
+        self._places: list[_Place] = []
+        self._containers: list[tuple[str, Any]] = []
+
+    def saw(self, name: str, value: Any) -> None:
+        """Note a function, a container, or an object."""
+        if isinstance(value, FunctionType):
+            self._places += [_Place(name, value.__globals__) for name in globals_of(value)]
+            cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+            self._places += [_Place(name, cell) for name, cell in cells if _is_full(cell)]
+        elif isinstance(value, (list, dict, set, deque)):
+            self._containers.append((name, value))
+        elif hasattr(value, "__dict__"):
+            self._containers.append((name or type(value).__name__, vars(value)))
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """At the end, put everything back.
+
+        Raises:
+            CaptureError: something was changed.
+        """
+        values = [place.read() for place in self._places]
+        contents = [items_of(container) for _, container in self._containers]
+        changed = ""
+        try:
+            yield
+            changed = next(self._changed(values, contents), "")
+        finally:
+            for place, value in zip(self._places, values, strict=True):
+                place.put(value)
+            for (_, container), items in zip(self._containers, contents, strict=True):
+                fill(container, items)
+        if changed:
+            raise CaptureError(
+                f"the step changes {changed!r}, which a program would not do",
+                fix="return what is to be kept, and keep it between steps",
+            )
+
+    def _changed(self, values: Sequence[Any], contents: Sequence[list[Any]]) -> Iterator[str]:
+        for place, value in zip(self._places, values, strict=True):
+            if place.read() is not value:
+                yield place.name
+        for (name, container), items in zip(self._containers, contents, strict=True):
+            now = items_of(container)
+            if not is_untouched(container, items) or len(now) != len(items):
+                yield next((f"{name}.{key}" for key in _keys(container, items)), name)
+
+
+def _keys(container: Any, items: Sequence[Any]) -> Iterator[str]:
+    """The keys of a table at which something else is."""
+    if isinstance(container, dict):
+        before = dict(zip(items[: len(items) // 2], items[len(items) // 2 :], strict=True))
+        for key in [*before, *container]:
+            if isinstance(key, str) and (key not in before or container.get(key) is not before[key]):
+                yield key
+
+
+def _is_full(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,457 @@
+"""A step function: what it does to gradients and to optimizers while it is recorded.
+
+::
+
+    p.grad of an earlier step ──zero_grad()──▶ None ──backward()──▶ the gradient ──clip_grad_norm_──▶ what is read
+
+A backward is recorded as that of a step with a loss is, and leaves the gradients in ``p.grad``. Operators on gradients
+belong to the update. The update itself is one operator for each parameter, which build adds: ``optimizer.step()`` notes
+what it reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch.nn.utils import clip_grad
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import _pytree as pytree
+
+from ...errors import CaptureError
+from ...ir.program import Gathered, Scalar
+from ..intake.found import StepFunction
+from ..intake.options import LossScaler, read_loss_scale
+from ..intake.structures import named_leaves
+from ..isolate.functions import Handlers
+from ..isolate.patches import replaced
+from ..record.extents import plain
+from ..record.recorder import Recorder
+from ..record.values import RecordedCall, Value
+from .backward import backward
+from .gradients import Finished, fake_scaler, name_norms, scale_loss, unscaled
+from .recorded_step import Outcome
+
+__all__ = ["FunctionRun"]
+
+_aten: Final = torch.ops.aten
+_ADDED: Final = frozenset({"aten.sum.default", "aten.sum.dim_IntList", "aten.count_nonzero.default"})
+
+
+class FunctionRun:
+    """One run of a step function.
+
+    Args:
+        function: itself.
+        recorder: records it.
+        fakes: of its parameters and buffers, by the ``id`` of each.
+    """
+
+    def __init__(self, function: StepFunction, recorder: Recorder, fakes: Mapping[int, torch.Tensor]) -> None:
+        self._function, self._recorder, self._fakes = function, recorder, fakes
+        self._loss: Value | None = None
+        self._gradients: list[tuple[Value, Value]] = []
+        self._finished: list[tuple[Value, Value]] | None = None
+        self._stepped = 0
+        self._earlier: set[int] = set()
+        self._originals: dict[int, Value] = {}
+        self._scaled: dict[int, torch.Tensor] = {}
+        self._found_inf: Value | None = None
+        self._rescaled = False
+        self._scaler: LossScaler | None = None
+        if function.scaler is not None:
+            scaler = read_loss_scale(function.scaler, function.optimizer is not None)
+            assert isinstance(scaler, LossScaler)
+            self._scaler = fake_scaler(scaler, recorder)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns."""
+        return self._function.call(*args, **kwargs)
+
+    def handlers(self) -> Handlers:
+        """What runs in the place of torch's functions."""
+        return {torch.Tensor.backward: self._backward, torch.autograd.backward: self._backward_of}
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While this is active, the optimizer has fakes for parameters, and these the gradients of an earlier step."""
+        optimizers = [] if self._function.optimizer is None else [self._function.optimizer]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        saved = [list(group["params"]) for group in groups]
+        patched: list[tuple[Any, Mapping[str, Any]]] = [(o, {"step": self._step_of(o)}) for o in optimizers]
+        if self._function.scaler is not None:
+            patched.append((self._function.scaler, self._scaling()))
+        own = [(vars(of), {name: vars(of)[name] for name in names if name in vars(of)}) for of, names in patched]
+        params = [fake for fake in self._fakes.values() if fake.requires_grad]
+        stack = contextlib.ExitStack()
+        try:
+            for scheduler in _schedulers(LRScheduler):
+                stack.enter_context(replaced(scheduler, {"step": self._scheduled()}))
+            stack.enter_context(_within_clip_grad(self._clipping()))
+            for group, real in zip(groups, saved, strict=True):
+                group["params"][:] = [self._fakes.get(id(param), param) for param in real]
+            for of, methods in patched:
+                vars(of).update(methods)
+            with torch.no_grad():
+                for param in params:
+                    value = self._recorder.read(param)
+                    grad = self._recorder.fake(value.shape, value.strides, value.dtype)
+                    earlier = self._recorder.external(grad, f"{value.label}.grad", "state")
+                    self._earlier.add(earlier.index)
+                    param.grad = grad
+            with self._function.around.unchanged():
+                yield
+        finally:
+            stack.close()
+            for param in params:
+                param.grad = None
+            for group, real in zip(groups, saved, strict=True):
+                group["params"][:] = real
+            for (of, methods), (table, before) in zip(patched, own, strict=True):
+                for name in methods:
+                    vars(of).pop(name, None)
+                table.update(before)
+
+    # What the step calls.
+
+    def _backward_of(self, function: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
+        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if len(given) != 1 or any(args) or any(kwargs.values()):
+            raise CaptureError(
+                "torch.autograd.backward is called with several tensors, or with options",
+                where=self._recorder.here(),
+                fix="call loss.backward() of the sum of the tensors",
+            )
+        self._backward(function, given[0])
+
+    def _backward(
+        self,
+        function: Any,
+        loss: torch.Tensor,
+        gradient: object = None,
+        retain_graph: object = None,
+        create_graph: bool = False,
+        inputs: object = None,
+    ) -> None:
+        recorder = self._recorder
+        if gradient is not None or create_graph or inputs is not None:
+            raise CaptureError(
+                "backward is called with gradient, create_graph or inputs",
+                where=recorder.here(),
+                fix="multiply the loss by the gradient; for gradients of gradients call torch.autograd.grad(…, "
+                "create_graph=True) before the backward",
+            )
+        if self._loss is not None:
+            raise CaptureError(
+                "the step calls backward a second time",
+                where=recorder.here(),
+                fix="add up the losses, and call backward once; for micro-batches use accumulate=",
+            )
+        recorder.end_forward()
+        with recorder.unseen():
+            value = recorder.read(self._scaled.get(id(loss), loss))
+            if value.kind or value.is_view:
+                value = recorder.apply(_aten.clone.default, self._scaled.get(id(loss), loss))
+        value.claim = "loss"
+        self._loss = value
+        found = backward(loss, recorder, first_batch=True)
+        recorder.end_backward(0, found)
+        self._gradients = found
+        with recorder.unseen():
+            for param, grad in found:
+                if param.kind != "param":
+                    continue
+                fake = param.tensor
+                if fake.grad is not None:
+                    if recorder.read(fake.grad).index in self._earlier:
+                        raise CaptureError(
+                            f"the step adds to the gradient of {param.label!r} that an earlier step has left",
+                            fix="call optimizer.zero_grad() before the backward",
+                        )
+                    grad = recorder.apply(_aten.add.Tensor, recorder.read(fake.grad), grad)
+                fake.grad = recorder.window(grad)
+        recorder.start_later()
+
+    def _clipping(self) -> dict[str, Callable[..., Any]]:
+        """Parts of ``clip_grad_norm_``, in its for-loop form, whose values are named after gradients."""
+        total_norm, clip = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
+
+        def named_norm(
+            tensors: Any, norm_type: float = 2.0, error: bool = False, foreach: object = None
+        ) -> torch.Tensor:
+            grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            with self._recorder.unseen():
+                of = {value.index: self._originals.get(value.index, value) for value in map(self._recorder.read, grads)}
+            first = len(self._recorder.calls)
+            total = total_norm(grads, norm_type, error, False)
+            with self._recorder.unseen():
+                name_norms(self._recorder.calls[first:], of, self._recorder.read(total))
+                for call in self._recorder.calls[first:]:
+                    if all(value.source is None for value in call.outputs):
+                        call.scope = ""  # the call belongs to all parameters
+            return total
+
+        def named_clip(params: Any, max_norm: float, norm: torch.Tensor, foreach: object = None) -> None:
+            given = [params] if isinstance(params, torch.Tensor) else list(params)
+            grads = [param.grad for param in given if param.grad is not None]
+            first = len(self._recorder.calls)
+            with self._recorder.unseen():
+                before = [self._recorder.read(grad) for grad in grads]
+            clip(given, max_norm, norm, False)
+            with self._recorder.unseen():
+                for grad, value in zip(grads, before, strict=True):
+                    self._name(self._recorder.read(grad), "clipped", value)
+                for call in self._recorder.calls[first:]:
+                    for made in call.outputs:
+                        if made.source is None and made.claim is None:
+                            made.claim, call.scope = f"grad_norm.{made.label}", ""
+
+        return {"_get_total_norm": named_norm, "_clip_grads_with_norm_": named_clip}
+
+    def _name(self, value: Value, label: str, of: Value) -> None:
+        original = self._originals.get(of.index, of)
+        value.source, value.label = original, label
+        self._originals[value.index] = original
+
+    def _scaling(self) -> dict[str, Callable[..., Any]]:
+        """The methods of a gradient scaler, whose scale is a blob of the program."""
+        recorder, scaler = self._recorder, self._scaler
+        assert scaler is not None
+
+        def scale(loss: torch.Tensor) -> torch.Tensor:
+            if not isinstance(loss, torch.Tensor):
+                raise CaptureError("the scaler is given several losses", where=recorder.here(), fix="scale their sum")
+            scaled = scale_loss(loss, scaler)
+            self._scaled[id(scaled)] = loss
+            recorder.read(scaled).claim = "loss.scaled"
+            return scaled
+
+        def unscale(optimizer: torch.optim.Optimizer) -> None:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            params = [param for param in params if param.grad is not None]
+            first = len(recorder.calls)
+            with recorder.unseen():
+                pairs = [(recorder.read(param), recorder.read(param.grad)) for param in params]
+            with torch.no_grad():
+                made, self._found_inf = unscaled(pairs, scaler, recorder)
+            with recorder.unseen():
+                for param, (_, before), value in zip(params, pairs, made, strict=True):
+                    param.grad = recorder.window(value)
+                    self._originals[value.index] = before
+            for call in recorder.calls[first:]:
+                if all(value.source is None for value in call.outputs):
+                    call.scope = ""  # the call belongs to all parameters
+
+        def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            if self._found_inf is None:
+                unscale(optimizer)
+            optimizer.step(*args, **kwargs)
+
+        def update(new_scale: object = None) -> None:
+            if new_scale is not None or self._found_inf is None:
+                raise CaptureError(
+                    "the scaler is given a scale, or updated before its step",
+                    where=recorder.here(),
+                    fix="call scaler.step(optimizer) and then scaler.update()",
+                )
+            self._rescaled = True
+
+        return {"scale": scale, "unscale_": unscale, "step": step, "update": update, "get_scale": lambda: scaler.scale}
+
+    def _scheduled(self) -> Callable[..., None]:
+        def step(scheduler: object, *args: Any, **kwargs: Any) -> None:
+            raise CaptureError(
+                f"the step calls {type(scheduler).__name__}.step, whose numbers every step of a program would repeat",
+                where=self._recorder.here(),
+                fix="step schedulers between steps: a session reads learning rates before each step",
+            )
+
+        return step
+
+    def _step_of(self, optimizer: torch.optim.Optimizer) -> Callable[..., None]:
+        def step(closure: object = None) -> None:
+            if closure is not None:
+                raise CaptureError(
+                    f"{type(optimizer).__name__}.step is called with a closure",
+                    where=self._recorder.here(),
+                    fix="compute the loss and its backward before the step; for LBFGS see graphir.place",
+                )
+            if self._finished is not None:
+                raise CaptureError(
+                    "the step calls the step of an optimizer a second time",
+                    where=self._recorder.here(),
+                    fix="give one optimizer all parameters, in groups",
+                )
+            finished = []
+            with self._recorder.unseen():
+                for group in optimizer.param_groups:
+                    for param in group["params"]:
+                        if param.grad is None:
+                            continue
+                        value, grad = self._recorder.read(param), self._recorder.read(param.grad)
+                        if grad.index in self._earlier:
+                            raise CaptureError(
+                                f"the step updates {value.label!r} by the gradient that an earlier step has left",
+                                where=self._recorder.here(),
+                                fix="call optimizer.zero_grad() before the backward",
+                            )
+                        finished.append((value, grad))
+            self._finished, self._stepped = finished, len(self._recorder.calls)
+
+        return step
+
+    # What comes of it.
+
+    def outcome(self, returned: Any) -> Outcome:
+        """The parts of the step, which has returned this.
+
+        Raises:
+            CaptureError: it returns something else than tensors and numbers, or reads what no program has.
+        """
+        recorder = self._recorder
+        self._check(recorder.calls)
+        if self._found_inf is not None and not self._rescaled:
+            raise CaptureError("the step does not update its scaler", fix="call scaler.update() after its step")
+        if self._loss is not None:
+            recorder.calls[:] = _in_order(recorder.calls)
+        leaves, spec = pytree.tree_flatten(returned)
+        with recorder.unseen():
+            values = [self._leaf(leaf) for leaf in leaves]
+        for (name, _), value in zip(named_leaves("", returned), values, strict=True):
+            if isinstance(value, Value) and value.call is not None and value.claim is None and not value.is_view:
+                value.claim = name.strip(".") or None
+        alone = self._loss is not None and isinstance(returned, torch.Tensor) and values[0] is self._loss
+        return Outcome(
+            loss=self._loss,
+            returned=() if alone else values,
+            results=None if alone else spec,
+            gathered=() if alone else _gathered(values, self._loss, _of_params(self._gradients)),
+            updates=self._finished is not None,
+            gradients=self._gradients,
+            finished=Finished(
+                self._finished if self._finished is not None else _of_params(self._gradients), self._found_inf
+            ),
+        )
+
+    def _leaf(self, leaf: Any) -> Value | Scalar:
+        if isinstance(leaf, torch.Tensor):
+            value = self._recorder.read(leaf)
+            if value.index in self._earlier:
+                raise CaptureError("the step returns a gradient that an earlier step has left", fix="return it there")
+            return value
+        if isinstance(leaf, (int, float)):
+            return plain(leaf)
+        if isinstance(leaf, (str, type(None))):
+            return leaf
+        raise CaptureError(
+            f"the step returns a {type(leaf).__name__} among its results",
+            fix="return tensors, numbers, strings and None in tuples, lists, dicts and classes that "
+            "torch.utils._pytree knows (torch.export.register_dataclass makes a dataclass known)",
+        )
+
+    def _check(self, calls: Sequence[RecordedCall]) -> None:
+        updated = {value.root.index for value, _ in self._finished or ()}
+        for i, call in enumerate(calls):
+            for value in call.inputs:
+                if value.root.index in self._earlier:
+                    raise CaptureError(
+                        f"the step reads {value.root.label!r}, which an earlier step has left",
+                        fix="read gradients between the backward and the next zero_grad()",
+                    )
+                if self._finished is not None and i >= self._stepped and value.root.index in updated:
+                    raise CaptureError(
+                        f"the step reads {value.root.label!r} after the optimizer's step",
+                        fix="read parameters before optimizer.step(), or in the next step",
+                    )
+
+
+@contextlib.contextmanager
+def _within_clip_grad(parts: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """While this is active, ``clip_grad_norm_`` calls these functions, in this thread: users hold it under any name."""
+    table, mine, current = vars(clip_grad), threading.get_ident(), threading.get_ident
+    before = {name: table[name] for name in parts}
+
+    def either(name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (parts if current() == mine else before)[name](*args, **kwargs)
+
+    try:
+        table.update({name: either(name) for name in parts})
+        yield
+    finally:
+        table.update(before)
+
+
+def _schedulers(cls: type) -> Iterator[type]:
+    """A class of schedulers and its subclasses, where they have a step of their own."""
+    if "step" in vars(cls):
+        yield cls
+    subclasses: list[type] = cls.__subclasses__()
+    for other in subclasses:
+        yield from _schedulers(other)
+
+
+def _of_params(gradients: Sequence[tuple[Value, Value]]) -> list[tuple[Value, Value]]:
+    return [pair for pair in gradients if pair[0].kind == "param"]
+
+
+def _in_order(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
+    """The calls with those of the forward first: what the step computes of its results behind the backward, too."""
+    return [*[call for call in calls if call.phase == "forward"], *[call for call in calls if call.phase != "forward"]]
+
+
+def _gathered(
+    values: Sequence[Value | Scalar], loss: Value | None, reduced: Sequence[tuple[Value, Value]]
+) -> list[Gathered | None]:
+    """How each result of several replicas becomes one; *reduced* are parameters and their gradients."""
+    local = _Local({gradient.index for _, gradient in reduced})
+    return [_gather(value, loss, local) if isinstance(value, Value) else "first" for value in values]
+
+
+def _gather(value: Value, loss: Value | None, local: _Local) -> Gathered | None:
+    if value is loss:
+        return "mean"
+    if not local.has(value):
+        return "first"
+    if value.dtype.is_floating_point:
+        return "mean"
+    call = value.call
+    return "sum" if call is not None and call.type in _ADDED else None
+
+
+class _Local:
+    """Which values are each replica's own: those that follow from its rows, but for what is made of reduced gradients.
+
+    Args:
+        reduced: the gradients of parameters, which all replicas have alike once the update begins.
+    """
+
+    def __init__(self, reduced: Container[int]) -> None:
+        self._reduced = reduced
+        self._known: dict[int, bool] = {}
+
+    def has(self, value: Value) -> bool:
+        """Whether a value is each replica's own."""
+        order, waiting = list[Value](), [value]
+        while waiting:
+            found = waiting.pop()
+            if found.index in self._known or (found.call is None and self._leaf(found)):
+                continue
+            order.append(found)
+            self._known[found.index] = False
+            assert found.call is not None
+            waiting += found.call.inputs
+        for found in sorted(order, key=lambda v: v.index):
+            assert found.call is not None
+            self._known[found.index] = any(self._of(v, found) for v in found.call.inputs)
+        return self._known[value.index]
+
+    def _leaf(self, value: Value) -> bool:
+        self._known[value.index] = value.root.kind == "input"
+        return True
+
+    def _of(self, value: Value, reader: Value) -> bool:
+        reduced = reader.phase == "update" and value.index in self._reduced
+        return not reduced and self._known[value.index]
