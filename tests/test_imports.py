@@ -75,8 +75,8 @@ ROOMS = {
     },
     "graphir/capturing": {
         "words": set(),
-        "intake": {"words"},
         "isolate": {"words"},
+        "intake": {"words", "isolate"},
         "record": _READ,
         "step": _READ | {"record"},
         "sizes": {"words", "record", "step"},

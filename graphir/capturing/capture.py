@@ -73,7 +73,7 @@ def capture(
     sizes: Iterable[Mapping[str, int]] = (),
     name: str | None = None,
 ) -> Program:
-    """Capture a step of *model*: forward, loss, backward and update, as one program.
+    """Capture a step: forward, loss, backward and update, as one program.
 
     The step is run on fake tensors: nothing is computed, and the model, its gradients, hooks and the random state are
     left as they are. Parameters, buffers and optimizer state are copied into ``program.state``. Gradients are those
@@ -81,10 +81,14 @@ def capture(
     and so does ``os.fork``.
 
     Args:
-        model: a module, in the training or evaluation mode that it is in; or an exported program, which
-            ``torch.export.unflatten`` turns into a module.
-        inputs: the model's positional arguments; tensors in tuples, lists and dicts, numbers, strings, None.
-        kwargs: the model's keyword arguments.
+        step: a module, in the training or evaluation mode that it is in; or an exported program, which
+            ``torch.export.unflatten`` turns into a module. Or a function that is the whole step, with one backward and
+            one step of an optimizer, whose results come back; it does itself what the arguments from *targets* to
+            *loss_scale* say of a module, which are left out then.
+        inputs: positional arguments; tensors in tuples, lists and dicts, numbers, strings, None.
+        kwargs: keyword arguments.
+        stateful: of a function the modules, the optimizer and the gradient scaler that it uses, or these by name; by
+            default they are found in its cells, globals, defaults and ``self``.
         targets: arguments of the loss, after the model's output.
         loss: called with the output and the targets; returns a scalar tensor, or a dict of them, which is summed.
             Without a loss the program is a forward only and returns the model's outputs; see *backward*.
