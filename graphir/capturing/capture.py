@@ -41,6 +41,7 @@ from .program.build import build_program
 from .program.caveats import caveats_of
 from .sizes.follow import follow_dims
 from .step.comparison import Outline, outcome
+from .step.function import warn_of_unread
 from .step.micro_batches import per_micro_batch
 from .step.recording import Step
 from .witness import StepWitness
@@ -263,6 +264,8 @@ def _program_of(
     followed = follow_dims(step)
     step.allowed.check()
     updates = followed.sizes.recording.updates
+    if step.function is not None and updates:
+        warn_of_unread(followed.sizes.recording)
     program, named = build_program(
         step,
         followed,

@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grad
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
-from ...errors import CaptureError
+from ...errors import CaptureError, TrainingWarning, counted, warn
 from ...ir.program import Gathered, Scalar
 from ..intake.found import StepFunction
 from ..intake.options import LossScaler, read_loss_scale
@@ -33,9 +33,9 @@ from ..record.recorder import Recorder
 from ..record.values import RecordedCall, Value
 from .backward import backward
 from .gradients import Finished, fake_scaler, name_norms, scale_loss, unscaled
-from .recorded_step import Outcome
+from .recorded_step import Outcome, Recording
 
-__all__ = ["FunctionRun"]
+__all__ = ["FunctionRun", "warn_of_unread"]
 
 _aten: Final = torch.ops.aten
 _ADDED: Final = frozenset({"aten.sum.default", "aten.sum.dim_IntList", "aten.count_nonzero.default"})
@@ -73,7 +73,11 @@ class FunctionRun:
 
     def handlers(self) -> Handlers:
         """What runs in the place of torch's functions."""
-        return {torch.Tensor.backward: self._backward, torch.autograd.backward: self._backward_of}
+        return {
+            torch.Tensor.backward: self._backward,
+            torch.autograd.backward: self._backward_of,
+            torch.Tensor.zero_: self._zero,
+        }
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -271,6 +275,19 @@ class FunctionRun:
 
         return step
 
+    def _zero(self, function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+        """Zeros in the place of a gradient that an earlier step has left, whose numbers nobody asks for."""
+        for param in self._fakes.values():
+            if param.grad is tensor and self._is_of_earlier(tensor):
+                with torch.no_grad():
+                    param.grad = torch.zeros_like(param)
+                return param.grad
+        return function(tensor)
+
+    def _is_of_earlier(self, tensor: torch.Tensor) -> bool:
+        with self._recorder.unseen():
+            return self._recorder.read(tensor).index in self._earlier
+
     def _step_of(self, optimizer: torch.optim.Optimizer) -> Callable[..., None]:
         def step(closure: object = None) -> None:
             if closure is not None:
@@ -391,6 +408,22 @@ def _schedulers(cls: type) -> Iterator[type]:
     subclasses: list[type] = cls.__subclasses__()
     for other in subclasses:
         yield from _schedulers(other)
+
+
+def warn_of_unread(recording: Recording) -> None:
+    """Warn of gradients that the step's optimizer does not read, and that the step does not return."""
+    read = {param.index for param, _ in recording.finished.gradients}
+    read |= {value.index for call in recording.calls if call.phase == "update" for value in call.inputs}
+    read |= {value.index for value in recording.outputs}
+    of_params = _of_params(recording.gradients)
+    left = [param.label for param, gradient in of_params if not read & {param.index, gradient.index}]
+    if left:
+        more = f" and {counted(len(left) - 1, 'other')}" if len(left) > 1 else ""
+        warn(
+            f"the step computes the gradient of {left[0]!r}{more}, which its optimizer does not read: give the "
+            "optimizer these parameters, or set requires_grad=False",
+            TrainingWarning,
+        )
 
 
 def _of_params(gradients: Sequence[tuple[Value, Value]]) -> list[tuple[Value, Value]]:

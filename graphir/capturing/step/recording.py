@@ -130,8 +130,7 @@ def run(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> tuple[Re
         fast_paths(scopes.here),
         {} if function is None else function.handlers(),
     )
-    trains = step.loss is not None or step.joint or function is not None
-    grad = torch.enable_grad() if trains else contextlib.nullcontext()
+    grad = torch.enable_grad() if step.loss is not None or step.joint else contextlib.nullcontext()
     with (
         _seen_by(step.caches, recorder),
         grad,

@@ -310,6 +310,47 @@ def test_everything_is_as_before() -> None:
     assert all(param.grad is None for param in model.parameters())
 
 
+@pytest.mark.parametrize("zero", ["optimizer", "model", "by hand"])
+def test_gradients_are_set_to_zero(zero: str) -> None:
+    def make(model: nn.Module) -> Callable[..., Any]:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            if zero == "optimizer":
+                optimizer.zero_grad(set_to_none=False)
+            elif zero == "model":
+                model.zero_grad(set_to_none=False)
+            else:
+                for param in model.parameters():
+                    if param.grad is not None:
+                        param.grad.zero_()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    is_eager(make)
+
+
+def test_a_gradient_that_no_optimizer_reads_is_told() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model[4].parameters(), 0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        model.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with pytest.warns(graphir.TrainingWarning, match="computes the gradient of '0.weight' and 3 others, which its opt"):
+        program = graphir.capture(step, (X, Y))
+    session = session_of(program)
+    assert [session.step(X, Y).item() for _ in range(2)] == [step(X, Y).item() for _ in range(2)]
+
+
 MODEL, OTHER = net(), net()
 SGD = torch.optim.SGD(MODEL.parameters(), 0.1)
 SCHEDULER = torch.optim.lr_scheduler.StepLR(SGD, 1)
