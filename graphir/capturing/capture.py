@@ -83,8 +83,8 @@ def capture(
 
     Args:
         step: a module, in the training or evaluation mode that it is in; or an exported program, which
-            ``torch.export.unflatten`` turns into a module. Or a function that is the whole step, with one backward and
-            one step of an optimizer, whose results come back; it does itself what the arguments from *targets* to
+            ``torch.export.unflatten`` turns into a module. Or a function that is the whole step, with backwards and one
+            step of an optimizer, whose results come back; it does itself what the arguments from *targets* to
             *loss_scale* say of a module, which are left out then.
         inputs: positional arguments; tensors in tuples, lists and dicts, numbers, strings, None.
         kwargs: keyword arguments.

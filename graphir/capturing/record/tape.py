@@ -140,7 +140,7 @@ class Tape:
                         fix=USE_REENTRANT,
                     )
         self._belonging.unite(functions)
-        self.phase = "backward"
+        self.phase, self._later = "backward", False
         return found
 
     def end_backward(self, first: int, gradients: Sequence[tuple[Value, Value]]) -> None:
@@ -158,8 +158,11 @@ class Tape:
         self.phase, self._prefix = "update", ""
 
     def start_later(self) -> None:
-        """From here on, operators on gradients belong to the update, and all others to the forward."""
-        self.phase, self._later = "update", True
+        """From here on, operators on gradients belong to the update, and all others to the forward, maybe of another
+        backward."""
+        self.phase, self._later, self._first = "update", True, len(self.values)
+        for value in self.values:
+            value.edge = None
 
     # What tensors show.
 

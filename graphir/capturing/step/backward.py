@@ -21,20 +21,22 @@ _aten: Final = torch.ops.aten
 def backward(
     start: torch.Tensor | Sequence[torch.Tensor],
     recorder: Recorder,
-    first_batch: bool,
+    fresh: Callable[[Value], bool],
     given: Callable[[], Sequence[torch.Tensor]] | None = None,
+    retained: bool = False,
 ) -> list[tuple[Value, Value]]:
     """Forward values and the values of their gradients, parameters first.
 
     *start* is the loss; or outputs, whose gradients *given* makes once the backward has begun.
 
-    In the *first_batch*, the gradients of parameters are laid out as autograd lays out ``param.grad``. Autograd adds
-    the gradients of later batches to them, whatever the layout of these is.
+    The gradients of *fresh* parameters, which have none so far, are laid out as autograd lays out ``param.grad``.
+    Autograd adds later gradients to them, whatever the layout of these is. Another backward may go through what is
+    *retained*.
     """
     asked = sorted(recorder.start_backward(), key=lambda pair: (pair[0].kind != "param", pair[0].index))
     try:
         found: Sequence[torch.Tensor | None] = torch.autograd.grad(
-            start, [edge for _, edge in asked], given() if given is not None else None, allow_unused=True
+            start, [edge for _, edge in asked], given() if given is not None else None, retained, allow_unused=True
         )
     except RuntimeError as e:
         if "checkpoint is incompatible" not in str(e):
@@ -47,14 +49,14 @@ def backward(
             fix=USE_REENTRANT,
         ) from e
     with recorder.unseen():
-        return list(_gradients(asked, found, recorder, first_batch))
+        return list(_gradients(asked, found, recorder, fresh))
 
 
 def _gradients(
     asked: Sequence[tuple[Value, Any]],
     found: Sequence[torch.Tensor | None],
     recorder: Recorder,
-    first_batch: bool,
+    fresh: Callable[[Value], bool],
 ) -> Iterator[tuple[Value, Value]]:
     """Each value that has a gradient, and its gradient."""
     used: set[int] = set()
@@ -65,7 +67,7 @@ def _gradients(
             recorder.sparse.finish(recorder, value, tensor)
             continue
         gradient = recorder.read(tensor)
-        if value.kind == "param" and first_batch:
+        if value.kind == "param" and fresh(value):
             gradient = _own_gradient(value, gradient, gradient.index in used, recorder)
             used.add(gradient.index)
         yield value, gradient

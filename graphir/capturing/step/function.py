@@ -33,6 +33,7 @@ from ..record.recorder import Recorder
 from ..record.values import RecordedCall, Value
 from .backward import backward
 from .gradients import Finished, fake_scaler, name_norms, scale_loss, unscaled
+from .micro_batches import early
 from .recorded_step import Outcome, Recording
 
 __all__ = ["FunctionRun", "warn_of_unread"]
@@ -52,8 +53,11 @@ class FunctionRun:
 
     def __init__(self, function: StepFunction, recorder: Recorder, fakes: Mapping[int, torch.Tensor]) -> None:
         self._function, self._recorder, self._fakes = function, recorder, fakes
-        self._loss: Value | None = None
-        self._gradients: list[tuple[Value, Value]] = []
+        self._losses: list[Value] = []
+        self._activations: list[tuple[Value, Value]] = []
+        self._parts: list[tuple[Value, Value]] = []
+        self._sums: dict[int, tuple[Value, Value]] = {}
+        self._last = 0
         self._finished: list[tuple[Value, Value]] | None = None
         self._stepped = 0
         self._earlier: set[int] = set()
@@ -148,36 +152,59 @@ class FunctionRun:
                 fix="multiply the loss by the gradient; for gradients of gradients call torch.autograd.grad(…, "
                 "create_graph=True) before the backward",
             )
-        if self._loss is not None:
+        if self._finished is not None:
             raise CaptureError(
-                "the step calls backward a second time",
+                "the step calls backward after the optimizer's step",
                 where=recorder.here(),
-                fix="add up the losses, and call backward once; for micro-batches use accumulate=",
+                fix="compute all gradients before the step",
             )
         recorder.end_forward()
         with recorder.unseen():
             value = recorder.read(self._scaled.get(id(loss), loss))
             if value.kind or value.is_view:
                 value = recorder.apply(_aten.clone.default, self._scaled.get(id(loss), loss))
-        value.claim = "loss"
-        self._loss = value
-        found = backward(loss, recorder, first_batch=True)
+        value.claim = value.claim or "loss"
+        self._losses.append(value)
+        self._last = len(recorder.calls)
+        found = backward(
+            loss,
+            recorder,
+            fresh=lambda param: param.tensor.grad is None,
+            retained=bool(retain_graph),
+        )
         recorder.end_backward(0, found)
-        self._gradients = found
+        self._activations += [pair for pair in found if pair[0].kind != "param"]
+        end = len(recorder.calls)
         with recorder.unseen():
             for param, grad in found:
-                if param.kind != "param":
-                    continue
-                fake = param.tensor
-                if fake.grad is not None:
-                    if recorder.read(fake.grad).index in self._earlier:
-                        raise CaptureError(
-                            f"the step adds to the gradient of {param.label!r} that an earlier step has left",
-                            fix="call optimizer.zero_grad() before the backward",
-                        )
-                    grad = recorder.apply(_aten.add.Tensor, recorder.read(fake.grad), grad)
-                fake.grad = recorder.window(grad)
+                if param.kind == "param":
+                    self._add(param, grad)
+        recorder.calls[self._last :] = early(recorder.calls[self._last : end], recorder.calls[end:])
         recorder.start_later()
+
+    def _add(self, param: Value, grad: Value) -> None:
+        """Add to the gradient of a parameter."""
+        recorder, fake = self._recorder, param.tensor
+        self._parts.append((param, grad))
+        if fake.grad is not None:
+            before = recorder.read(fake.grad)
+            if before.index in self._earlier:
+                raise CaptureError(
+                    f"the step adds to the gradient of {param.label!r} that an earlier step has left",
+                    fix="call optimizer.zero_grad() before the backward",
+                )
+            if before.phase == "update":
+                raise CaptureError(
+                    f"the step changes the gradient of {param.label!r} between two backwards",
+                    fix="change gradients after the last backward",
+                )
+            grad = recorder.apply(_aten.add.Tensor, before, grad)
+            grad.label = "sum"
+            assert grad.call is not None
+            grad.call.of = param
+            self._parts.append((param, grad))
+        self._sums[param.index] = param, grad
+        fake.grad = recorder.window(grad)
 
     def _clipping(self) -> dict[str, Callable[..., Any]]:
         """Parts of ``clip_grad_norm_``, in its for-loop form, whose values are named after gradients."""
@@ -332,25 +359,26 @@ class FunctionRun:
         self._check(recorder.calls)
         if self._found_inf is not None and not self._rescaled:
             raise CaptureError("the step does not update its scaler", fix="call scaler.update() after its step")
-        if self._loss is not None:
-            recorder.calls[:] = _in_order(recorder.calls)
+        recorder.calls[self._last :] = _in_order(recorder.calls[self._last :])
         leaves, spec = pytree.tree_flatten(returned)
         with recorder.unseen():
             values = [self._leaf(leaf) for leaf in leaves]
         for (name, _), value in zip(named_leaves("", returned), values, strict=True):
             if isinstance(value, Value) and value.call is not None and value.claim is None and not value.is_view:
                 value.claim = name.strip(".") or None
-        alone = self._loss is not None and isinstance(returned, torch.Tensor) and values[0] is self._loss
+        loss = self._losses[0] if len(self._losses) == 1 else None
+        alone = isinstance(returned, torch.Tensor) and loss is not None and values[0] is loss
+        of_params = list(self._sums.values())
+        last = {gradient.index for _, gradient in of_params}
         return Outcome(
-            loss=self._loss,
+            loss=loss,
             returned=() if alone else values,
             results=None if alone else spec,
-            gathered=() if alone else _gathered(values, self._loss, _of_params(self._gradients)),
+            gathered=() if alone else _gathered(values, self._losses, of_params),
             updates=self._finished is not None,
-            gradients=self._gradients,
-            finished=Finished(
-                self._finished if self._finished is not None else _of_params(self._gradients), self._found_inf
-            ),
+            gradients=[*of_params, *self._activations],
+            parts=[(param, gradient) for param, gradient in self._parts if gradient.index not in last],
+            finished=Finished(self._finished if self._finished is not None else of_params, self._found_inf),
         )
 
     def _leaf(self, leaf: Any) -> Value | Scalar:
@@ -436,15 +464,15 @@ def _in_order(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
 
 
 def _gathered(
-    values: Sequence[Value | Scalar], loss: Value | None, reduced: Sequence[tuple[Value, Value]]
+    values: Sequence[Value | Scalar], losses: Sequence[Value], reduced: Sequence[tuple[Value, Value]]
 ) -> list[Gathered | None]:
     """How each result of several replicas becomes one; *reduced* are parameters and their gradients."""
     local = _Local({gradient.index for _, gradient in reduced})
-    return [_gather(value, loss, local) if isinstance(value, Value) else "first" for value in values]
+    return [_gather(value, losses, local) if isinstance(value, Value) else "first" for value in values]
 
 
-def _gather(value: Value, loss: Value | None, local: _Local) -> Gathered | None:
-    if value is loss:
+def _gather(value: Value, losses: Sequence[Value], local: _Local) -> Gathered | None:
+    if any(value is loss for loss in losses):
         return "mean"
     if not local.has(value):
         return "first"

@@ -23,7 +23,7 @@ from ..intake.arguments import Arguments, Leaf
 from ..record.recorder import Recorder
 from ..record.values import RecordedCall, Value
 
-__all__ = ["Sums", "micro_batch", "per_micro_batch", "prefix_of_micro_batch"]
+__all__ = ["Sums", "early", "micro_batch", "per_micro_batch", "prefix_of_micro_batch"]
 
 _aten: Final = torch.ops.aten
 
@@ -124,7 +124,7 @@ class Sums:
                 gradient.call.of = param
                 self.parts.append((param, gradient))
             self._sums[param.index] = param, gradient
-        calls[first:] = _early(calls[first:backward_end], calls[backward_end:])
+        calls[first:] = early(calls[first:backward_end], calls[backward_end:])
 
     def gradients(self) -> list[tuple[Value, Value]]:
         """Parameters and their gradients, summed over all micro-batches."""
@@ -140,7 +140,7 @@ class Sums:
             return self._recorder.apply(_aten.add.Tensor, a, b)
 
 
-def _early(calls: Sequence[RecordedCall], additions: Sequence[RecordedCall]) -> list[RecordedCall]:
+def early(calls: Sequence[RecordedCall], additions: Sequence[RecordedCall]) -> list[RecordedCall]:
     """The calls, with each addition right after the call that makes its second operand, which is dead then."""
     after: dict[int, list[RecordedCall]] = {}
     made = {id(call) for call in calls}

@@ -71,7 +71,7 @@ def joint_backward(output: Any, positions: Sequence[int] | None, recorder: Recor
                 made.append(fake)
         return made
 
-    found = backward([leaf for _, leaf in starts], recorder, first_batch=True, given=gradients)
+    found = backward([leaf for _, leaf in starts], recorder, fresh=lambda _: True, given=gradients)
     return Joint(found, given, _of_inputs(found, recorder))
 
 

@@ -243,7 +243,7 @@ def _training(
         loss, start = _forward_loss(step, parts, scale, recorder, check_settings)
         sums.add_loss(loss)
         with autocast_off(), recorder.follow_step():
-            found = backward(start, recorder, first_batch=i == 0)
+            found = backward(start, recorder, fresh=lambda _: not sums.parts)
         recorder.end_backward(first, found)
         of_params = [pair for pair in found if pair[0].kind == "param"]
         sums.add_gradients(of_params, first)

@@ -310,6 +310,63 @@ def test_everything_is_as_before() -> None:
     assert all(param.grad is None for param in model.parameters())
 
 
+def chunks(model: nn.Module) -> Callable[..., Any]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        optimizer.zero_grad()
+        losses = []
+        for part, labels in zip(x.tensor_split(2), y.tensor_split(2), strict=True):
+            loss = F.cross_entropy(model(part), labels) / 2
+            loss.backward()
+            losses.append(loss.detach())
+        norm = clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return sum(losses), norm
+
+    return step
+
+
+def several_losses(model: nn.Module) -> Callable[..., Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        optimizer.zero_grad()
+        out = model(x)
+        first, second = F.cross_entropy(out, y), out.square().mean()
+        first.backward(retain_graph=True)
+        second.backward()
+        third = model[4].weight.square().sum()  # type: ignore[union-attr,index,operator]
+        third.backward()
+        optimizer.step()
+        return {"first": first, "second": second, "third": third, "out": out}
+
+    return step
+
+
+@pytest.mark.parametrize("make", [chunks, several_losses])
+def test_several_backwards(make: Callable[[nn.Module], Callable[..., Any]]) -> None:
+    is_eager(make, (6, 6, 6))
+
+
+@pytest.mark.parametrize("make", [chunks, several_losses])
+def test_several_backwards_of_replicas(make: Callable[[nn.Module], Callable[..., Any]]) -> None:
+    model = net()
+    model[1] = nn.Identity()
+    eager = copy.deepcopy(model)
+    step, eagerly = make(model), make(eager)
+    x, y = torch.randn(8, 8, generator=torch.Generator().manual_seed(2)), torch.arange(8) % 4
+    program = graphir.capture(step, (x[:4], y[:4]))  # parts of a batch have fixed sizes
+    session = session_of(passes.replicate(program, [0, 1]))
+    for _ in range(3):
+        found, expected = session.step(x, y), eagerly(x, y)
+        for one, other in zip(*map(torch.utils._pytree.tree_leaves, (found, expected)), strict=True):
+            torch.testing.assert_close(one, other)
+    state = session.state_dict()
+    for name, tensor in eager.state_dict().items():
+        torch.testing.assert_close(state[name], tensor)
+
+
 @pytest.mark.parametrize("zero", ["optimizer", "model", "by hand"])
 def test_gradients_are_set_to_zero(zero: str) -> None:
     def make(model: nn.Module) -> Callable[..., Any]:
@@ -391,11 +448,20 @@ def steps_twice(x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-def goes_back_twice(x: Tensor, y: Tensor) -> Tensor:
+def goes_back_later(x: Tensor, y: Tensor) -> Tensor:
+    loss = trained(x, y)
+    MODEL(x).sum().backward()
+    return loss
+
+
+def clips_in_between(x: Tensor, y: Tensor) -> Tensor:
     SGD.zero_grad()
     for part in x.chunk(2):
-        MODEL(part).sum().backward()
-    return x.sum()
+        loss = MODEL(part).sum()
+        loss.backward()
+        clip_grad_value_(MODEL.parameters(), 0.1)
+    SGD.step()
+    return loss
 
 
 def reads_later(x: Tensor, y: Tensor) -> Tensor:
@@ -448,7 +514,8 @@ OPTIMIZER = torch.optim.SGD(OTHER.parameters(), 0.1)
         (reads_number, "reads a number out of a tensor"),
         (schedules, r"calls StepLR.step, whose numbers .*\n.*\n  fix  step schedulers between steps"),
         (steps_twice, "calls the step of an optimizer a second time"),
-        (goes_back_twice, "calls backward a second time"),
+        (goes_back_later, "calls backward after the optimizer's step"),
+        (clips_in_between, "changes the gradient of '.*' between two backwards"),
         (reads_later, "reads '0.weight' after the optimizer's step"),
         (has_a_closure, "SGD.step is called with a closure"),
         (returns_an_object, "returns a object among its results"),
