@@ -34,6 +34,7 @@ class StepFunction(NamedTuple):
         optimizer: that it uses; None without one.
         scaler: the gradient scaler that it uses; None without one.
         around: what else it finds around itself.
+        cleared: the parameters that it leaves without a gradient, as far as that is known, and finds so.
     """
 
     call: Callable[..., Any]
@@ -41,6 +42,7 @@ class StepFunction(NamedTuple):
     optimizer: torch.optim.Optimizer | None
     scaler: torch.amp.GradScaler | None
     around: Around
+    cleared: set[str]
 
     @property
     def name(self) -> str:
@@ -87,7 +89,7 @@ def read_function(function: Callable[..., Any], stateful: object = ()) -> StepFu
     if len(scalers) > 1:
         raise CaptureError(f"{_name_of(function)} uses {len(scalers)} gradient scalers", fix="use one")
     scaler = next((scaler for scaler in scalers.values() if scaler.is_enabled()), None)
-    return StepFunction(function, model, next(iter(optimizers.values()), None), scaler, search.around)
+    return StepFunction(function, model, next(iter(optimizers.values()), None), scaler, search.around, set())
 
 
 def _name_of(function: Callable[..., Any]) -> str:

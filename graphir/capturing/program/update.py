@@ -124,6 +124,8 @@ def build_update(
                 tensors[name], modules[name] = entry.tensor, module
             if index in gradients:
                 parts.append(_Part(index, versions[update.param], update, mine, rate, others))
+    if groups and len(parts) != len(gradients):
+        raise AssertionError("the step's gradients and its optimizer's updates are not of the same parameters")
     described = [ParamGroup(rate, g.params, g.options, n) for g, rate, n in zip(groups, rates, numbers, strict=True)]
     return Update(
         tuple(described),

@@ -58,6 +58,7 @@ class FunctionRun:
         self._parts: list[tuple[Value, Value]] = []
         self._sums: dict[int, tuple[Value, Value]] = {}
         self._last = 0
+        self._added_to: list[Value] = []
         self._finished: list[tuple[Value, Value]] | None = None
         self._stepped = 0
         self._earlier: set[int] = set()
@@ -106,6 +107,8 @@ class FunctionRun:
             with torch.no_grad():
                 for param in params:
                     value = self._recorder.read(param)
+                    if value.label in self._function.cleared:
+                        continue
                     grad = self._recorder.fake(value.shape, value.strides, value.dtype)
                     earlier = self._recorder.external(grad, f"{value.label}.grad", "state")
                     self._earlier.add(earlier.index)
@@ -139,18 +142,17 @@ class FunctionRun:
         self,
         function: Any,
         loss: torch.Tensor,
-        gradient: object = None,
+        gradient: torch.Tensor | None = None,
         retain_graph: object = None,
         create_graph: bool = False,
         inputs: object = None,
     ) -> None:
         recorder = self._recorder
-        if gradient is not None or create_graph or inputs is not None:
+        if create_graph or inputs is not None:
             raise CaptureError(
-                "backward is called with gradient, create_graph or inputs",
+                "backward is called with create_graph or inputs",
                 where=recorder.here(),
-                fix="multiply the loss by the gradient; for gradients of gradients call torch.autograd.grad(…, "
-                "create_graph=True) before the backward",
+                fix="call torch.autograd.grad, for gradients of gradients with create_graph=True, before the backward",
             )
         if self._finished is not None:
             raise CaptureError(
@@ -169,7 +171,8 @@ class FunctionRun:
         found = backward(
             loss,
             recorder,
-            fresh=lambda param: param.tensor.grad is None,
+            fresh=lambda param: param.tensor.grad is None or self._is_of_earlier(param.tensor.grad),
+            given=None if gradient is None else lambda: [gradient],
             retained=bool(retain_graph),
         )
         recorder.end_backward(0, found)
@@ -189,10 +192,10 @@ class FunctionRun:
         if fake.grad is not None:
             before = recorder.read(fake.grad)
             if before.index in self._earlier:
-                raise CaptureError(
-                    f"the step adds to the gradient of {param.label!r} that an earlier step has left",
-                    fix="call optimizer.zero_grad() before the backward",
-                )
+                self._added_to.append(param)
+                self._sums[param.index] = param, grad
+                fake.grad = recorder.window(grad)
+                return
             if before.phase == "update":
                 raise CaptureError(
                     f"the step changes the gradient of {param.label!r} between two backwards",
@@ -265,7 +268,7 @@ class FunctionRun:
             params = [param for param in params if param.grad is not None]
             first = len(recorder.calls)
             with recorder.unseen():
-                pairs = [(recorder.read(param), recorder.read(param.grad)) for param in params]
+                pairs = [(recorder.read(param).root, recorder.read(param.grad)) for param in params]
             with torch.no_grad():
                 made, self._found_inf = unscaled(pairs, scaler, recorder)
             with recorder.unseen():
@@ -335,7 +338,7 @@ class FunctionRun:
                     for param in group["params"]:
                         if param.grad is None:
                             continue
-                        value, grad = self._recorder.read(param), self._recorder.read(param.grad)
+                        value, grad = self._recorder.read(param).root, self._recorder.read(param.grad)
                         if grad.index in self._earlier:
                             raise CaptureError(
                                 f"the step updates {value.label!r} by the gradient that an earlier step has left",
@@ -356,6 +359,7 @@ class FunctionRun:
             CaptureError: it returns something else than tensors and numbers, or reads what no program has.
         """
         recorder = self._recorder
+        self._begin_as_it_ends()
         self._check(recorder.calls)
         if self._found_inf is not None and not self._rescaled:
             raise CaptureError("the step does not update its scaler", fix="call scaler.update() after its step")
@@ -380,6 +384,25 @@ class FunctionRun:
             parts=[(param, gradient) for param, gradient in self._parts if gradient.index not in last],
             finished=Finished(self._finished if self._finished is not None else of_params, self._found_inf),
         )
+
+    def _begin_as_it_ends(self) -> None:
+        """Note the parameters without a gradient at the end of the step, with which the next step begins.
+
+        Raises:
+            CaptureError: the step adds to a gradient that is left at its end.
+        """
+        for param in self._added_to:
+            if param.tensor.grad is not None:
+                raise CaptureError(
+                    f"the step adds to the gradient of {param.label!r} that an earlier step has left",
+                    fix="call optimizer.zero_grad() before the backward",
+                )
+            self._function.cleared.add(param.label)
+
+    @property
+    def again(self) -> bool:
+        """Whether the step has begun with gradients that it does not leave to the next one."""
+        return bool(self._added_to)
 
     def _leaf(self, leaf: Any) -> Value | Scalar:
         if isinstance(leaf, torch.Tensor):
@@ -459,8 +482,19 @@ def _of_params(gradients: Sequence[tuple[Value, Value]]) -> list[tuple[Value, Va
 
 
 def _in_order(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
-    """The calls with those of the forward first: what the step computes of its results behind the backward, too."""
-    return [*[call for call in calls if call.phase == "forward"], *[call for call in calls if call.phase != "forward"]]
+    """The calls of a backward, and those behind, with what belongs to the forward first: what the step computes of its
+    results. A write of state stays in its place, and what comes of it."""
+    made = {value.index for call in calls for value in call.outputs}
+    first: list[RecordedCall] = []
+    others: list[RecordedCall] = []
+    for call in calls:
+        free = call.phase == "forward" and not any(value.version for value in call.outputs)
+        if free and not any(value.index in made for value in call.inputs):
+            made.difference_update([value.index for value in call.outputs])
+            first.append(call)
+        else:
+            others.append(call)
+    return [*first, *others]
 
 
 def _gathered(

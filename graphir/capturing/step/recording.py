@@ -161,6 +161,10 @@ def run(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> tuple[Re
             outcome = _forward_only(step, leaves, recorder, check_settings)
         else:
             outcome = _training(step, leaves, scale, recorder, check_settings)
+    if function is not None and function.again:
+        recorder.release()
+        step.attributes.put_back()
+        return run(step, dims, named, interrupts)
     sparse = recorder.sparse.gradients
     made = [gradient for _, gradient in [*outcome.gradients, *outcome.finished.gradients]]
     kept = [outcome.loss, *outcome.outputs, *made, *(value for pair in sparse.values() for value in pair)]

@@ -18,7 +18,7 @@ from graphir.errors import CaptureError
 
 def refuses(text: str, **changes: Any) -> None:
     example = models.mlp()
-    given: dict[str, Any] = {"model": example.model, "inputs": example.inputs, "targets": example.targets}
+    given: dict[str, Any] = {"step": example.model, "inputs": example.inputs, "targets": example.targets}
     given |= {"loss": example.loss} | changes
     with pytest.raises(CaptureError, match=re.escape(text)):
         capture(**given)
@@ -44,16 +44,17 @@ def test_names_that_are_no_strings() -> None:
 
 
 def test_models_that_are_no_module() -> None:
-    refuses("capture takes an nn.Module, not a function", model=lambda x: x)
-    refuses("capture takes an nn.Module, not None", model=None)
-    refuses("capture takes an nn.Module, not the class Linear", model=torch.nn.Linear)
+    given: dict[str, Any] = {"targets": (), "loss": None}
+    refuses("<lambda> uses no module: none is in its cells, globals, defaults or its self", step=lambda x: x, **given)
+    refuses("capture takes an nn.Module, not None", step=None)
+    refuses("capture takes an nn.Module, not the class Linear", step=torch.nn.Linear)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_modules_that_torchscript_compiled() -> None:
     scripted = torch.jit.script(nn.Linear(10, 5))
     model = nn.Sequential(scripted)
-    refuses("modules that TorchScript compiled can't be captured", model=model)
+    refuses("modules that TorchScript compiled can't be captured", step=model)
     assert model(torch.zeros(2, 10)).shape == (2, 5)
     for take in (capture, graphir.compile):
         with pytest.raises(CaptureError) as error:
@@ -114,7 +115,7 @@ def test_an_optimizer_that_is_none(optimizer: Any, text: str) -> None:
 def test_an_optimizer_without_loss() -> None:
     example = models.mlp()
     sgd = torch.optim.SGD(example.model.parameters(), lr=0.1)
-    refuses("an optimizer is given, but no loss\n", loss=None, targets=(), model=example.model, optimizer=sgd)
+    refuses("an optimizer is given, but no loss\n", loss=None, targets=(), step=example.model, optimizer=sgd)
 
 
 def test_targets_without_loss() -> None:
@@ -148,19 +149,19 @@ def test_outputs_that_are_no_tensors() -> None:
         def forward(self, x: Tensor) -> tuple[Tensor, object]:
             return x * 2, object()
 
-    refuses("the model returns a object among its outputs", model=Pair(), targets=(), loss=None)
+    refuses("the model returns a object among its outputs", step=Pair(), targets=(), loss=None)
 
 
 def test_gradient_hooks() -> None:
     example = models.mlp()
     example.model.fc1.weight.register_hook(lambda g: g * 2)
-    refuses("param 'fc1.weight' has a hook on its gradient", model=example.model)
+    refuses("param 'fc1.weight' has a hook on its gradient", step=example.model)
 
 
 def test_memory_shared_by_two_tensors() -> None:
     example = models.mlp()
     example.model.fc2.bias = nn.Parameter(example.model.fc1.bias.detach()[:5])
-    refuses("'fc1.bias' and 'fc2.bias' share memory but are two tensors", model=example.model)
+    refuses("'fc1.bias' and 'fc2.bias' share memory but are two tensors", step=example.model)
 
 
 def test_attention_that_draws_for_itself_on_request_only() -> None:

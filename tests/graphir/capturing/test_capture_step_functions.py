@@ -344,6 +344,41 @@ def several_losses(model: nn.Module) -> Callable[..., Any]:
     return step
 
 
+def clears_at_the_end(model: nn.Module) -> Callable[..., Any]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def writes_parameters(model: nn.Module) -> Callable[..., Any]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        optimizer.zero_grad()
+        out = model(x)
+        out.backward(torch.ones_like(out))
+        before = model[0].weight.norm()  # type: ignore[union-attr,index,operator]
+        for param in model.parameters():
+            param.data.add_(0.01)
+        after = model[0].weight.norm()  # type: ignore[union-attr,index,operator]
+        optimizer.step()
+        return before, after, out
+
+    return step
+
+
+@pytest.mark.parametrize("make", [clears_at_the_end, writes_parameters])
+def test_orders(make: Callable[[nn.Module], Callable[..., Any]]) -> None:
+    is_eager(make)
+
+
 @pytest.mark.parametrize("make", [chunks, several_losses])
 def test_several_backwards(make: Callable[[nn.Module], Callable[..., Any]]) -> None:
     is_eager(make, (6, 6, 6))
