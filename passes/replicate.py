@@ -23,7 +23,7 @@ from graphir.errors import PassError
 from graphir.ir.device import DeviceName
 from graphir.ir.names import replica_prefix
 from graphir.ir.net import Net
-from graphir.ir.program import Interface, Program
+from graphir.ir.program import Interface, Program, Slot
 
 from .base import Gpu, Pass, build, register
 from .callbacks import Callback, OnReplica, defines_callback, with_callbacks
@@ -168,7 +168,12 @@ def _interleave(net: Net, sites: Sequence[Site]) -> Net:
 
 
 def _with_gradients_of(interface: Interface, prefix: str, copied: Net, reduced: Net) -> Interface:
-    """The interface whose gradients are the reduced ones, which have the same names on every replica."""
-    handed = dict(zip(copied.external_outputs, reduced.external_outputs, strict=True))
-    gradients = {param: handed[prefix + grad].removeprefix(prefix) for param, grad in interface.gradients.items()}
-    return replace(interface, gradients=gradients)
+    """The interface whose gradients, those among the results too, are the reduced ones, which all replicas have alike."""
+    pairs = zip(copied.external_outputs, reduced.external_outputs, strict=True)
+    handed = {name.removeprefix(prefix): now.removeprefix(prefix) for name, now in pairs if name.startswith(prefix)}
+    gradients = {param: handed[grad] for param, grad in interface.gradients.items()}
+    fetches = [
+        fetch if fetch.blob is None or handed[fetch.blob] == fetch.blob else Slot(handed[fetch.blob])
+        for fetch in interface.fetches
+    ]
+    return replace(interface, gradients=gradients, fetches=tuple(fetches))

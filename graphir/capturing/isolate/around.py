@@ -35,7 +35,7 @@ class _Place(NamedTuple):
     holder: Any
 
     def read(self) -> Any:
-        return self.holder.cell_contents if isinstance(self.holder, CellType) else self.holder[self.name]
+        return self.holder.cell_contents if isinstance(self.holder, CellType) else self.holder.get(self.name)
 
     def put(self, value: Any) -> None:
         if isinstance(self.holder, CellType):
@@ -77,7 +77,8 @@ class Around:
             changed = next(self._changed(values, contents), "")
         finally:
             for place, value in zip(self._places, values, strict=True):
-                place.put(value)
+                if place.read() is not value:
+                    place.put(value)
             for (_, container), items in zip(self._containers, contents, strict=True):
                 fill(container, items)
         if changed:

@@ -63,7 +63,7 @@ class FunctionRun:
         self._stepped = 0
         self._earlier: set[int] = set()
         self._originals: dict[int, Value] = {}
-        self._scaled: dict[int, torch.Tensor] = {}
+        self._scaled: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._found_inf: Value | None = None
         self._rescaled = False
         self._scaler: LossScaler | None = None
@@ -162,9 +162,10 @@ class FunctionRun:
             )
         recorder.end_forward()
         with recorder.unseen():
-            value = recorder.read(self._scaled.get(id(loss), loss))
+            unscaled_loss = next((before for scaled, before in self._scaled if scaled is loss), loss)
+            value = recorder.read(unscaled_loss)
             if value.kind or value.is_view:
-                value = recorder.apply(_aten.clone.default, self._scaled.get(id(loss), loss))
+                value = recorder.apply(_aten.clone.default, unscaled_loss)
         value.claim = value.claim or "loss"
         self._losses.append(value)
         self._last = len(recorder.calls)
@@ -259,7 +260,7 @@ class FunctionRun:
             if not isinstance(loss, torch.Tensor):
                 raise CaptureError("the scaler is given several losses", where=recorder.here(), fix="scale their sum")
             scaled = scale_loss(loss, scaler)
-            self._scaled[id(scaled)] = loss
+            self._scaled.append((scaled, loss))
             recorder.read(scaled).claim = "loss.scaled"
             return scaled
 
@@ -368,7 +369,11 @@ class FunctionRun:
         with recorder.unseen():
             values = [self._leaf(leaf) for leaf in leaves]
         for (name, _), value in zip(named_leaves("", returned), values, strict=True):
-            if isinstance(value, Value) and value.call is not None and value.claim is None and not value.is_view:
+            if (
+                isinstance(value, Value)
+                and value.call is not None
+                and not (value.claim or value.source or value.is_view)
+            ):
                 value.claim = name.strip(".") or None
         loss = self._losses[0] if len(self._losses) == 1 else None
         alone = isinstance(returned, torch.Tensor) and loss is not None and values[0] is loss

@@ -251,7 +251,9 @@ def test_results_of_replicas() -> None:
         norm = clip_grad_norm_(model.parameters(), 10.0)
         optimizer.step()
         right = out.argmax(1) == y
-        return {"loss": loss, "norm": norm, "right": right.sum(), "part": right.float().mean(), "out": out, "n": 3}
+        grad = model[0].weight.grad  # type: ignore[union-attr]
+        parts = {"right": right.sum(), "part": right.float().mean(), "out": out}
+        return {"loss": loss, "norm": norm, **parts, "n": 3, "grad": grad}
 
     program = graphir.capture(step, (X, Y))
     ways = [(slot.blob, slot.batch_dim, slot.gather) for slot in program.interface.fetches]
@@ -262,6 +264,7 @@ def test_results_of_replicas() -> None:
         ("part", None, "mean"),
         ("4", 0, "first"),
         (None, None, "first"),
+        ("0.weight_grad.clipped", None, "first"),
     ]
     assert graphir.parse(str(program)).interface == program.interface
     for shares in ([1, 1], [2, 1]):
@@ -270,7 +273,7 @@ def test_results_of_replicas() -> None:
         for param in model.parameters():  # the eager step has changed them
             assert param.grad is not None
         assert found["n"] == 3 and torch.equal(found["right"], expected["right"])
-        for name in ("loss", "norm", "part", "out"):
+        for name in ("loss", "norm", "part", "out", "grad"):
             torch.testing.assert_close(found[name], expected[name])
         model.load_state_dict({name: program.state[name] for name in model.state_dict()})
 
