@@ -168,7 +168,7 @@ def _interleave(net: Net, sites: Sequence[Site]) -> Net:
 
 
 def _with_gradients_of(interface: Interface, prefix: str, copied: Net, reduced: Net) -> Interface:
-    """The interface whose gradients, those among the results too, are the reduced ones, which all replicas have alike."""
+    """The interface whose gradients, also those among the results, are the reduced ones, alike on all replicas."""
     pairs = zip(copied.external_outputs, reduced.external_outputs, strict=True)
     handed = {name.removeprefix(prefix): now.removeprefix(prefix) for name, now in pairs if name.startswith(prefix)}
     gradients = {param: handed[grad] for param, grad in interface.gradients.items()}
