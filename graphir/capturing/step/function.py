@@ -39,7 +39,8 @@ from .recorded_step import Outcome, Recording
 __all__ = ["FunctionRun", "warn_of_unread"]
 
 _aten: Final = torch.ops.aten
-_ADDED: Final = frozenset({"aten.sum.default", "aten.sum.dim_IntList", "aten.count_nonzero.default"})
+_ADDED: Final = ("aten.sum.", "aten.count_nonzero.")
+"""Whole numbers that these make of a batch are, over replicas, added up."""
 
 
 class FunctionRun:
@@ -518,7 +519,7 @@ def _gather(value: Value, losses: Sequence[Value], local: _Local) -> Gathered | 
     if value.dtype.is_floating_point:
         return "mean"
     call = value.call
-    return "sum" if call is not None and call.type in _ADDED else None
+    return "sum" if call is not None and call.type.startswith(_ADDED) else None
 
 
 class _Local:

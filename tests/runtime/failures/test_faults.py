@@ -332,8 +332,8 @@ def refuse(error):
     [
         ("graphir.runtime.interface.scatter._cut", FULL, {False: True, True: True}),
         ("graphir.runtime.interface.scatter._cut", LOST, {False: False, True: False}),
-        ("graphir.runtime.interface.gather.Gather.loss", FULL, {False: True, True: False}),
-        ("graphir.runtime.interface.gather.Gather.loss", LOST, {False: False, True: False}),
+        ("graphir.runtime.interface.gather.Gather.mean", FULL, {False: True, True: False}),
+        ("graphir.runtime.interface.gather.Gather.mean", LOST, {False: False, True: False}),
     ],
 )
 def test_a_device_that_fails_beside_the_plan(at, error, usable, trains, monkeypatch):
