@@ -182,7 +182,8 @@ class PlacedPlans:
             RunError: an operator failed.
         """
         dims, given = self._scatter.split(call.args, dict(call.kwargs))
-        drawn = torch.get_rng_state() if self._random or self._own_code else None
+        # As bytes: a tensor would be memory that no prediction counts.
+        drawn = torch.get_rng_state().numpy().tobytes() if self._random or self._own_code else None
         try:
             step = int(torch.randint(2**62, ())) if self._random else 0
             run = partial(self._run, call, dims, given, step)
@@ -192,7 +193,7 @@ class PlacedPlans:
                 outputs = _Node.apply(self, run, *self._node.params.values(), *call.tensors)  # type: ignore[attr-defined]
         except RunError:
             if drawn is not None:  # the model's own code draws from where this has begun
-                torch.set_rng_state(drawn)
+                torch.set_rng_state(torch.frombuffer(bytearray(drawn), dtype=torch.uint8))
             raise
         leaves: list[Any] = [value if i is None else outputs[i] for value, i in self._leaves]
         for position in self._stopped:
