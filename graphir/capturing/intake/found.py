@@ -1,4 +1,4 @@
-"""What a step function uses: modules and optimizers in its cells, globals and defaults, and in the objects there."""
+"""Modules, optimizers and scalers that a step function uses: found in its cells, globals, defaults and their objects."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ __all__ = ["StepFunction", "read_function"]
 _DEPTH: Final = 3
 """How many objects deep: the function's own cells, what these hold, and what is in that."""
 
-
 _STATEFUL: Final = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler)
-"""What of a step has a state that lasts."""
+"""Types of objects whose state lasts from step to step."""
 
 
 class StepFunction(NamedTuple):
@@ -97,7 +96,7 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 def _given(stateful: object, known: Mapping[str, Any]) -> dict[str, Any]:
-    """What is stateful by name; of a sequence, by the names under which the function has it."""
+    """The stateful objects by name; a sequence's objects have the names that the function has for them."""
     if isinstance(stateful, Mapping):
         found = dict(stateful)
     elif isinstance(stateful, Sequence) and not isinstance(stateful, str):
@@ -158,7 +157,7 @@ class _Search:
         if isinstance(value, _STATEFUL):
             yield name, value
             return
-        # What is put around a function or an object is no object more.
+        # A partial or a bound method does not count as an object on the way.
         depth -= not isinstance(value, (MethodType, partial))
         for key, inner in self._parts(name, value):
             yield from self._within(key or name, inner, depth)

@@ -1,4 +1,4 @@
-"""What a step function finds around itself: its cells and globals, and the lists, dicts and objects there.
+"""The surroundings of a step function: its cells and globals, and the lists, dicts and objects there.
 
 A recording leaves them as they were, and a step that changes one is refused: a program would not change it.
 """
@@ -45,7 +45,7 @@ class _Place(NamedTuple):
 
 
 class Around:
-    """What a search has found around a function."""
+    """The cells, globals, containers and objects around a function."""
 
     def __init__(self) -> None:
         self._places: list[_Place] = []
