@@ -1,4 +1,4 @@
-"""Modules, optimizers and scalers that a step function uses: found in its cells, globals, defaults and their objects."""
+"""Modules, optimizers and scalers that a step function uses, in its cells, globals, defaults and the objects there."""
 
 from __future__ import annotations
 
