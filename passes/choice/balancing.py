@@ -69,7 +69,8 @@ _ON_TOP: Final = 0.3
 _ENDS: Final = 1.5
 _ENDS_WANTING: Final = 1.3
 """How many times the seconds of a search may be over when the last plan is made, where a plan keeps within the limits
-and while none does: a refusal looks for limits that work behind that. The first plan is made all the same."""
+and while none does: a refusal looks for limits that work behind that. The first plan is made all the same, unless a
+plan of a person is known and groups exceed the limits by far."""
 
 _BETWEEN: Final = 0.2
 """The part of the seconds so far that plans between rounds may have taken."""
@@ -353,11 +354,12 @@ class Balancing:
         some of the next best ones and the plain one, too: these may be of another kind."""
         begun = time.perf_counter()
         try:
+            best = min(attempts, key=lambda attempt: attempt.rank)
             for attempt, choice in self.candidates(attempts):
-                if (self.tried or self.fits) and self.is_late():
+                hopeless = self.hands.nearest is not None and best.found.outcome.over > _HOPELESS
+                if (self.tried or self.fits or hopeless) and self.is_late():
                     break
                 self.emit(attempt, choice)
-            best = min(attempts, key=lambda attempt: attempt.rank)
             tried = [choice for outcomes, choice in self.tried if outcomes is best.outcomes]
             for choice in (*self.unlike(best, tried), *best.found.others[-1:]):
                 if self.slow() and not self.is_late():
@@ -453,7 +455,10 @@ class Balancing:
         nearest: list[tuple[Mapping[str, int], Program | None]] = []
         ample, placings = [], []
         problem = attempt.grouped.problem
+        judged = self.hands.nearest is not None or self.nearest is not None
         for one in dict.fromkeys((found.choice, choice)):
+            if self.emits and judged and self.is_late() and not self.is_nearest(attempt, one):
+                continue
             reckoned = problem.named(Outcomes(problem)(one).peaks)
             made = self.as_plan(attempt, one) if self.emits else None
             nearest.append((reckoned, None) if made is None else (made.peaks, made.made))
@@ -473,9 +478,14 @@ class Balancing:
 
     def as_plan(self, attempt: Attempt, choice: Choice) -> Emitted:
         """A choice as a plan; the nearest one is known."""
-        if self.nearest is not None and self.nearest[0].grouped is attempt.grouped and self.nearest[1].choice == choice:
+        if self.nearest is not None and self.is_nearest(attempt, choice):
             return self.nearest[1]
         return self.plans.of(attempt.grouped, choice)
+
+    def is_nearest(self, attempt: Attempt, choice: Choice) -> bool:
+        """Whether a choice is the one whose plan exceeds the limits least."""
+        near = self.nearest
+        return near is not None and near[0].grouped is attempt.grouped and near[1].choice == choice
 
     def within(self, peaks: Mapping[str, int]) -> dict[str, int]:
         """The limits, raised so far that some peaks are within them."""
