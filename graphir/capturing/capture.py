@@ -39,6 +39,7 @@ from .isolate.compilers import compiled_run_as_written
 from .isolate.patches import LOCK
 from .program.build import build_program
 from .program.caveats import caveats_of
+from .record.values import UPDATE
 from .sizes.follow import follow_dims
 from .step.comparison import Outline, outcome
 from .step.function import warn_of_unread
@@ -180,7 +181,7 @@ def capture(
         called = model.forward if function is None else function.call
         arguments = read_arguments(called, inputs, kwargs, targets, loss, batch_dims)
         groups = read_optimizer(optimizer, state.by_id) if optimizer is not None else ()
-        trained = None if optimizer is None else frozenset([param for group in groups for param in group.params])
+        trained = None if optimizer is None else tuple([param for group in groups for param in group.params])
         allowed = AllowedChanges(model, allow_changes)
         to_record = Step(
             model=model,
@@ -263,21 +264,23 @@ def _program_of(
     """The program, its recording's outline, and the sizes at which it was recorded."""
     followed = follow_dims(step)
     step.allowed.check()
-    updates = followed.sizes.recording.updates
-    if step.function is not None and updates:
+    steps = followed.sizes.recording.steps
+    if step.function is not None and steps:
         warn_of_unread(followed.sizes.recording)
     program, named = build_program(
         step,
         followed,
         snapshots(step.state.tensors),
         name=name,
-        optimizer=type(optimizer).__name__ if optimizer is not None and updates else "",
-        groups=() if not updates else with_forms_of_cuda(groups) if step.target.is_cuda else groups,
+        optimizer=type(optimizer).__name__ if optimizer is not None and steps else "",
+        groups=() if not steps else with_forms_of_cuda(groups) if step.target.is_cuda else groups,
     )
     recording = followed.sizes.recording
     # A known constant is a literal: each step makes a new tensor of it.
     constants = {named[v.index]: t for v, t in recording.constants if v.kind == "constant" and not v.known}
-    outline = Outline(tuple(named), outcome(recording), len(recording.calls), constants)
+    calls = enumerate(recording.calls)
+    updates = {i: [value.index for value in call.inputs] for i, call in calls if call.type == UPDATE}
+    outline = Outline(tuple(named), outcome(recording), updates, constants)
     points = [*followed.sizes.grid.points, *followed.covers.recorded]
     recorded: list[Dims] = [{**step.arguments.dims, **point} for point in points]
     followed.release()

@@ -31,7 +31,7 @@ from .isolate.attributes import AllowedChanges, Attributes
 from .isolate.caches import Caches
 from .isolate.modes import Modes
 from .program.one_size import program_at_one_size
-from .record.values import RecordedCall, Value
+from .record.values import UPDATE, RecordedCall, Value
 from .sizes.fit import is_floating_anyway
 from .step.again import run_until_alike
 from .step.comparison import Outline, outcome
@@ -192,13 +192,13 @@ class StepWitness:
             return found
 
     def _compare(self, recording: Recording, dims: Dims) -> _Difference | None:
-        ops = self._program.step.ops[: self._outline.calls]
+        ops = self._program.step.ops
         given = [*recording.state.values(), *(v for v in recording.inputs if v is not None)]
         for value in [*given, *(value for value, _ in recording.constants)]:
             if not self._is_laid_out(value, dims):
                 return _Difference(point_text(dims), f"{described(value.kind, value.label)} has another shape or type")
-        for op, call in zip(ops, recording.calls, strict=False):
-            if how := self._difference(op, call, dims):
+        for i, (op, call) in enumerate(zip(ops, recording.calls, strict=False)):
+            if how := self._update_difference(i, call) if call.type == UPDATE else self._difference(op, call, dims):
                 at = operator_text(op, self._program.step)
                 return _Difference(point_text(dims), how, where(op.module, op.source), at)
         if len(ops) != len(recording.calls):
@@ -220,6 +220,11 @@ class StepWitness:
             return True
         ours = self._program.state.get(name)
         return ours is None or not has_data(tensor) or same_bits(ours, tensor)
+
+    def _update_difference(self, position: int, call: RecordedCall) -> str:
+        """How a recorded update differs from the program's at the same place; empty where it does not."""
+        names = tuple([self._outline.names[index] for index in self._outline.updates.get(position, ())])
+        return "" if self._of(call.inputs) == names else "the step updates another parameter, or by another gradient"
 
     def _difference(self, op: Operator, call: RecordedCall, dims: Dims) -> str:
         """How a recorded call differs from the program's operator at the same place; empty where it does not."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -22,7 +22,7 @@ from ..intake.optimizers import Group
 from ..intake.snapshots import snapshot
 from ..intake.state import has_data
 from ..intake.structures import tuple_of, written_structure
-from ..record.values import RecordedCall, Value
+from ..record.values import UPDATE, RecordedCall, Value
 from ..sizes.fit import Sizes
 from ..sizes.follow import Followed
 from ..step.recorded_step import Recording
@@ -43,6 +43,7 @@ def build_program(
     name: str,
     optimizer: str = "",
     groups: Sequence[Group] = (),
+    like: Callable[[Recording, Sequence[str]], Iterable[Operator]] | None = None,
 ) -> tuple[Program, Sequence[str]]:
     """The program of a recorded step, and the blob of each value of its recording.
 
@@ -53,23 +54,18 @@ def build_program(
         name: of the program.
         optimizer: the name of the optimizer's class; empty where there is none.
         groups: the optimizer's parameter groups.
+        like: makes the operators of the updates, of the recording and the blobs of its values; None: they are those of
+            the groups.
 
     Raises:
         CaptureError: a value is of a type that programs don't have.
     """
     sizes, recording = followed.sizes, followed.sizes.recording
     names = Names([*RESERVED, *recording.state])
-    gradients: dict[int, tuple[int, ...]] = {param.index: (g.index,) for param, g in recording.finished.gradients}
-    gradients |= {index: (pair.indices.index, pair.values.index) for index, pair in recording.sparse_gradients.items()}
-    update = build_update(groups, recording, gradients, names)
+    update = build_update(groups, recording, names)
     modules = frozenset(path for path, _ in step.model.named_modules() if path)
     named = name_values(recording, names, modules)
-    found_inf = recording.finished.found_inf
-    update = update.with_gradients(
-        {i: tuple([named[g] for g in found]) for i, found in gradients.items()},
-        None if found_inf is None else named[found_inf.index],
-    )
-
+    updates = iter(like(recording, named) if like is not None else update.operators(recording.updates, named))
     roles = _roles(recording)
     state, inputs = _externals(recording, sizes, named, update)
     made = {
@@ -79,13 +75,16 @@ def build_program(
         if not v.version
     }
     blobs = {**state, **inputs, **made}
-    ops = [_operator(call, args, named, blobs) for call, args in zip(recording.calls, sizes.args, strict=True)]
+    ops = [
+        next(updates) if call.type == UPDATE else _operator(call, args, named, blobs)
+        for call, args in zip(recording.calls, sizes.args, strict=True)
+    ]
     if not optimizer:
         _refuse_sparse_outputs(recording, named)
     outputs = _external_outputs(recording, named, optimizer)
     net = Net(
         f"{name}.step",
-        (*ops, *update.ops),
+        tuple(ops),
         blobs,
         (*state, *inputs),
         outputs,

@@ -6,8 +6,7 @@ optimizer may have moved on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -19,7 +18,7 @@ from ...ir.program import Program
 from ...ir.size import BATCH, Dims
 from ..sizes.fit import Sizes
 from ..sizes.follow import Followed
-from ..step.comparison import Outline, outcome
+from ..step.comparison import Outline
 from ..step.recorded_step import Recording
 from ..step.recording import Step
 from .build import build_program
@@ -49,31 +48,35 @@ def program_at_one_size(
         CaptureError: the recording reads other constants than the captured program, or other parameters have gradients.
     """
     followed = Followed(Sizes([recording], Grid({})), {}, Covers(fixed="recorded at one size"))
-    program, names = build_program(step, followed, {}, name=captured.name, optimizer=captured.interface.optimizer)
+    program, names = build_program(
+        step,
+        followed,
+        {},
+        name=captured.name,
+        optimizer=captured.interface.optimizer,
+        like=lambda recording, names: _updates(recording, names, captured, outline),
+    )
     for value, tensor in recording.constants:
         if value.kind == "constant" and not holds(names[value.index], tensor):
             raise CaptureError(f"the constant {names[value.index]!r} has other values")
-    gradients, theirs = _gradients(outline.names, outline.parts), _gradients(names, outcome(recording))
-    if gradients.keys() != theirs.keys():
-        raise CaptureError("other parameters have gradients")
-    renamed = {old: theirs[param] for param, old in gradients.items()}
-    update = [_reading(op, renamed) for op in captured.step.ops[outline.calls :]]
-    read = dict.fromkeys(name for op in update for name in op.inputs if name not in program.step.blobs)
+    read = dict.fromkeys(name for op in program.step.ops for name in op.inputs if name not in program.step.blobs)
     blobs = {**{name: captured.step.blobs[name] for name in read}, **program.step.blobs}
-    net = program.step.with_(
-        ops=(*program.step.ops, *update), blobs=blobs, external_inputs=(*read, *program.step.external_inputs)
-    )
+    net = program.step.with_(blobs=blobs, external_inputs=(*read, *program.step.external_inputs))
     return program.with_(step=net, dims={BATCH: dims[BATCH]})
 
 
-def _gradients(names: Any, parts: Mapping[str, Any]) -> dict[tuple[str, int], str]:
-    """The blobs that updates read: for each parameter its gradient, or its indices and values; and found_inf."""
-    dense, found_inf, sparse = parts["the gradients of parameters"]
-    found = {(names[param], 0): names[gradient] for param, gradient in dense}
-    for param, pair in sparse.items():
-        found |= {(names[param], k): names[value] for k, value in enumerate(pair)}
-    return found if found_inf is None else found | {("", 0): names[found_inf]}
+def _updates(
+    recording: Recording, names: Sequence[str], captured: Program, outline: Outline
+) -> Iterator[Operator]:
+    """The captured program's updates, of the gradients of a recording.
 
-
-def _reading(op: Operator, renamed: Mapping[str, str]) -> Operator:
-    return op._replace(inputs=tuple([renamed.get(name, name) for name in op.inputs]))
+    Raises:
+        CaptureError: the recording updates other parameters, or these in another order.
+    """
+    ours = [[names[value.index] for value in call.inputs] for call in recording.updates]
+    theirs = [[outline.names[index] for index in read] for read in outline.updates.values()]
+    if [(read[0], len(read)) for read in ours] != [(read[0], len(read)) for read in theirs]:
+        raise CaptureError("other parameters have gradients")
+    for position, became, was in zip(outline.updates, ours, theirs, strict=True):
+        renamed, op = dict(zip(was, became, strict=True)), captured.step.ops[position]
+        yield op._replace(inputs=tuple([renamed.get(name, name) for name in op.inputs]))

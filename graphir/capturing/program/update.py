@@ -1,8 +1,9 @@
-"""The update phase: one operator per parameter, the optimizer's state, and its numbers."""
+"""Updates: one operator per parameter each time, the optimizer's state, and its numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from ...ir.opset import effects_of, signature
 from ...ir.program import ParamGroup
 from ...ir.symbols import to_symbol
 from ..intake.optimizers import Group, ParamUpdate, with_layout
+from ..record.values import RecordedCall
 from ..step.recorded_step import Recording
 
 __all__ = ["Update", "build_update"]
@@ -27,16 +29,12 @@ class _Part(NamedTuple):
     """A parameter that is updated.
 
     Attributes:
-        param: the index of the parameter's value.
-        version: the parameter's last version in the step.
         update: of the parameter.
         state: the names of the blobs of the parameter's state.
         rate: the name of the learning rate's blob.
         numbers: the names of the blobs of the group's other numbers, by the numbers' names.
     """
 
-    param: int
-    version: int
     update: ParamUpdate
     state: Mapping[str, str]
     rate: str
@@ -44,7 +42,7 @@ class _Part(NamedTuple):
 
 
 class Update(NamedTuple):
-    """The update phase of a step: its operators, and the state and numbers that they read.
+    """The updates of a step, and the state and numbers that they read.
 
     Attributes:
         param_groups: of the program's interface.
@@ -52,8 +50,7 @@ class Update(NamedTuple):
         number_blobs: of each group the learning rate, and the other numbers that move.
         state_blobs, state_tensors, state_modules: the optimizer's state: its blobs, and by their names the first values
             and the modules whose parameters they belong to.
-        parts: each operator, without the name of its gradient.
-        ops: the operators; none before :meth:`with_gradients` is given these names.
+        parts: each parameter that is updated, by the index of its value.
     """
 
     param_groups: tuple[ParamGroup, ...]
@@ -62,40 +59,39 @@ class Update(NamedTuple):
     state_blobs: tuple[Blob, ...]
     state_tensors: dict[str, torch.Tensor]
     state_modules: dict[str, str]
-    parts: tuple[_Part, ...]
-    ops: tuple[Operator, ...] = ()
+    parts: dict[int, _Part]
 
-    def with_gradients(self, gradients: Mapping[int, tuple[str, ...]], found_inf: str | None) -> Update:
-        """This update with its operators.
+    def operators(self, calls: Sequence[RecordedCall], named: Sequence[str]) -> Iterator[Operator]:
+        """The operator in the place of each of these calls, which are all of a step's updates, in order.
 
         Args:
-            gradients: name of the gradient of each parameter, by the index of the parameter's value; two names, of its
-                indices and its values, for a sparse one.
-            found_inf: name of the blob that says whether to skip the updates; None where they are never skipped.
+            calls: see :data:`.values.UPDATE`.
+            named: the blob of each value.
         """
-        skip = () if found_inf is None else (found_inf,)
-        return self._replace(ops=tuple([_operator(part, gradients[part.param], skip) for part in self.parts]))
+        done = Counter[int]()
+        for call in calls:
+            param = call.inputs[0].root.index
+            yield _operator(self.parts[param], call, named, done[param])
+            done[param] += 1
 
 
-def build_update(
-    groups: Sequence[Group], recording: Recording, gradients: Mapping[int, tuple[int, ...]], names: Names
-) -> Update:
-    """The update of the parameters that have a gradient; the others are skipped, as in torch.
+def build_update(groups: Sequence[Group], recording: Recording, names: Names) -> Update:
+    """The update of the parameters that the step updates, those that have a gradient; the others are skipped, as in
+    torch.
 
     Args:
         groups: of the optimizer.
         recording: of the step.
-        gradients: by the index of a value, the index of its gradient; two indices for a sparse gradient.
         names: hands out the names of numbers and state.
     """
+    updated = {call.inputs[0].root.index for call in recording.updates}
     rates = [names.take("lr") for _ in groups]
     numbers = [{name: names.take(name) for name in group.numbers} for group in groups]
-    versions = {v.label: v.version for v in recording.values if v.kind == "param"}
     blobs: list[Blob] = []
     tensors: dict[str, torch.Tensor] = {}
     modules: dict[str, str] = {}
     state: dict[str, dict[str, str]] = {}
-    parts: list[_Part] = []
+    parts: dict[int, _Part] = {}
     for group, rate, others in zip(groups, rates, numbers, strict=True):
         values = {update.param: recording.state[update.param] for update in group.updates}
         # If one gradient of a list is sparse, torch's Adagrad makes all updates of the list one by one, and its SGD
@@ -107,7 +103,7 @@ def build_update(
         }
         for update in group.updates:
             index = values[update.param].index
-            if index in gradients:
+            if index in updated:
                 sparse = index in recording.sparse_gradients
                 update = with_layout(update, sparse, alone=sparse or values[update.param].dtype in looped)
             elif not update.started:
@@ -122,10 +118,8 @@ def build_update(
                 dense = strides == contiguous_strides(shape)
                 blobs.append(Blob(name, shape, dtype, device, "state", name, None if dense else strides))
                 tensors[name], modules[name] = entry.tensor, module
-            if index in gradients:
-                parts.append(_Part(index, versions[update.param], update, mine, rate, others))
-    if groups and len(parts) != len(gradients):
-        raise AssertionError("the step's gradients and its optimizer's updates are not of the same parameters")
+            if index in updated:
+                parts[index] = _Part(update, mine, rate, others)
     described = [ParamGroup(rate, g.params, g.options, n) for g, rate, n in zip(groups, rates, numbers, strict=True)]
     return Update(
         tuple(described),
@@ -134,22 +128,27 @@ def build_update(
         tuple(blobs),
         tensors,
         modules,
-        tuple(parts),
+        parts,
     )
 
 
-def _operator(part: _Part, gradient: tuple[str, ...], skip: tuple[str, ...]) -> Operator:
-    """The operator that updates a parameter by a *gradient*; *skip* names the blob that may tell it not to."""
+def _operator(part: _Part, call: RecordedCall, named: Sequence[str], done: int) -> Operator:
+    """The operator that updates a parameter, whose state was *done* so often before."""
     update, state = part.update, part.state
-    keys = [p.name for p in signature(update.type).tensors if p.written and p.name != "param"]
+    tensors = signature(update.type).tensors
+    keys = [p.name for p in tensors if p.written and p.name != "param"]
     present = [state[key] for key in keys if key in state]
     of_number = {number + NOW: part.numbers[number] for number in update.numbers}
-    numbers = [of_number.get(p.name) for p in signature(update.type).tensors if p.name.endswith(NOW)]
+    numbers = [of_number.get(p.name) for p in tensors if p.name.endswith(NOW)]
+    read = [named[value.index] for value in call.inputs]
+    sparse = 2 + (tensors[1].name == "indices")
+    gradient, skip = read[1:sparse], read[sparse:]
     given = [update.param, *gradient, *[state.get(key) for key in keys], part.rate, *(skip or [None]), *numbers]
     while given[-1] is None:
         given.pop()
     inputs = tuple([name for name in given if name is not None])
     operands = "".join(["_" if name is None else "t" for name in given]) if None in given else None
+    versions = {named[value.index]: value.version for value in call.inputs} | dict.fromkeys(state.values(), done)
     return Operator(
         update.type,
         inputs,
@@ -160,6 +159,7 @@ def _operator(part: _Part, gradient: tuple[str, ...], skip: tuple[str, ...]) -> 
         update.param.rpartition(".")[0],
         operands=operands,
         effects=effects_of(update.type, update.args, operands, len(inputs), None),
-        input_versions=stored_versions([part.version, *[0] * (len(inputs) - 1)]),
-        output_versions=(part.version + 1, *[1] * len(present)),
+        input_versions=stored_versions([versions.get(name, 0) for name in inputs]),
+        output_versions=(call.outputs[0].version, *[done + 1] * len(present)),
+        source=call.line,
     )

@@ -419,14 +419,7 @@ class Recorder(Tape, TorchDispatchMode):
         fresh: dict[int, Value] = {}
         for target in targets:
             self._refuse_shared(target.store)
-            base = target.store.base
-            old = self._current(base)
-            new = self._value(target.tensor, old.label, old.scope, follows_input=False)
-            new.kind, new.root, new.version, new.call = old.kind, old.root, old.version + 1, call
-            target.store.generation += 1
-            for alias in (base, target):
-                alias.value, alias.generation = new, target.store.generation
-            fresh[id(target.tensor)] = new
+            fresh[id(target.tensor)] = self._next_version(target, call)
         outs = in_sequence(out) if form.func._schema.returns else ()
         returned = [
             fresh.pop(id(t)) if id(t) in fresh else self._result(t, form, call, bound, source, None, i)

@@ -31,7 +31,7 @@ from .scopes import Scopes
 from .seeds import SeedIds, seedable
 from .source_lines import SourceLines
 from .told_sizes import ToldSizes
-from .values import Alias, RecordedCall, Replay, Value
+from .values import UPDATE, Alias, RecordedCall, Replay, Value
 
 __all__ = ["Tape"]
 
@@ -152,6 +152,28 @@ class Tape:
         """
         forward = [call for call in self.calls[first:] if call.phase == "forward"]
         self._belonging.end_backward(forward, gradients)
+
+    def update(self, param: Value, gradient: Sequence[Value], found_inf: Value | None) -> None:
+        """Record the update of a parameter; see :data:`.values.UPDATE`."""
+        alias = self._alias(param.tensor)
+        read = (self._current(alias), *gradient, *(() if found_inf is None else (found_inf,)))
+        self.phase = "update"
+        line = self._lines.current() if self._named else ""
+        call = RecordedCall(UPDATE, read, None, {}, param.scope, "update", line=line)
+        call.outputs = (self._next_version(alias, call),)
+        self.calls.append(call)
+        torch.autograd.graph.increment_version(param.tensor)  # a graph that has kept its value is refused, as in torch
+
+    def _next_version(self, target: Alias, call: RecordedCall) -> Value:
+        """The value that a call writes over parameters, buffers or other state, which *target* sees whole."""
+        base = target.store.base
+        old = self._current(base)
+        new = self._value(target.tensor, old.label, old.scope, follows_input=False)
+        new.kind, new.root, new.version, new.call = old.kind, old.root, old.version + 1, call
+        target.store.generation += 1
+        for alias in (base, target):
+            alias.value, alias.generation = new, target.store.generation
+        return new
 
     def start_update(self) -> None:
         """From here on, operators belong to the update."""

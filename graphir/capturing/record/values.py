@@ -11,17 +11,22 @@ recording keeps memory and values apart::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
 from ...ir.geometry import geometry_of
 from ...ir.operator import Arg, Phase
 
-__all__ = ["Alias", "RecordedCall", "Replay", "Store", "Value"]
+__all__ = ["UPDATE", "Alias", "RecordedCall", "Replay", "Store", "Value"]
 
 Replay: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 """An operator and its arguments, tensors included."""
+
+UPDATE: Final = "update"
+"""The type of a call that updates a parameter by a gradient: the program has the optimizer's operator in its place. The
+call reads the parameter, then the gradient (the indices and the values of a sparse one), then what may tell it not to
+update; it makes the parameter's next version."""
 
 
 class Value:

@@ -20,13 +20,13 @@ class Outline(NamedTuple):
     Attributes:
         names: the blob of each value, at its index.
         parts: the values of the step's parts; see :func:`outcome`.
-        calls: the number of recorded operators of the program's step; updates follow them.
+        updates: the values that each update reads, by the update's position among the operators of the step.
         constants: the tensors that the program has copies of, by their blobs.
     """
 
     names: Sequence[str]
     parts: Mapping[str, object]
-    calls: int
+    updates: Mapping[int, Sequence[int]]
     constants: Mapping[str, torch.Tensor]
 
 

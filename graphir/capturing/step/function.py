@@ -32,7 +32,7 @@ from ..record.extents import plain
 from ..record.recorder import Recorder
 from ..record.values import RecordedCall, Value
 from .backward import backward
-from .gradients import Finished, fake_scaler, name_norms, scale_loss, unscaled
+from .gradients import Finished, fake_scaler, name_norms, scale_loss, unscaled, update
 from .micro_batches import early
 from .recorded_step import Outcome, Recording
 
@@ -348,6 +348,7 @@ class FunctionRun:
                                 fix="call optimizer.zero_grad() before the backward",
                             )
                         finished.append((value, grad))
+                update([self._recorder.read(param).label for group in optimizer.param_groups for param in group["params"]], Finished(finished, self._found_inf), self._recorder)
             self._finished, self._stepped = finished, len(self._recorder.calls)
 
         return step
@@ -385,7 +386,7 @@ class FunctionRun:
             returned=() if alone else values,
             results=None if alone else spec,
             gathered=() if alone else _gathered(values, self._losses, of_params),
-            updates=self._finished is not None,
+            steps=self._finished is not None,
             gradients=[*of_params, *self._activations],
             parts=[(param, gradient) for param, gradient in self._parts if gradient.index not in last],
             finished=Finished(self._finished if self._finished is not None else of_params, self._found_inf),

@@ -22,7 +22,16 @@ from ..record.recorder import Recorder
 from ..record.values import RecordedCall, Value
 from ..words.places import where
 
-__all__ = ["Finished", "fake_scaler", "finish_gradients", "name_norms", "refuse_sparse", "scale_loss", "unscaled"]
+__all__ = [
+    "Finished",
+    "fake_scaler",
+    "finish_gradients",
+    "name_norms",
+    "refuse_sparse",
+    "scale_loss",
+    "unscaled",
+    "update",
+]
 
 _aten: Final = torch.ops.aten
 
@@ -109,6 +118,19 @@ def finish_gradients(
         if all(value.source is None for value in call.outputs):
             call.scope = ""  # the call belongs to all parameters
     return Finished(list(zip(params, made, strict=True)), found_inf)
+
+
+def update(params: Sequence[str], finished: Finished, recorder: Recorder) -> None:
+    """Record the updates of parameters, in this order, but of those without a gradient."""
+    given = {param.label: (param, (gradient,)) for param, gradient in finished.gradients}
+    for index, pair in recorder.sparse.gradients.items():
+        param = recorder.values[index]
+        given[param.label] = param, (pair.indices, pair.values)
+    with recorder.unseen():
+        for name in params:
+            if name in given:
+                param, gradient = given[name]
+                recorder.update(param, gradient, finished.found_inf)
 
 
 def _called(value: Value, label: str, of: Value | None = None) -> Value:

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from ...ir.program import Gathered, Scalar
 from ..record.extents import Extents
 from ..record.sparse import SparseValue
-from ..record.values import RecordedCall, Value
+from ..record.values import UPDATE, RecordedCall, Value
 from .gradients import Finished
 
 __all__ = ["Outcome", "Recording"]
@@ -28,7 +28,7 @@ class Outcome:
             loss alone.
         results: the structure of these.
         gathered: how each of these, of several replicas, becomes one; empty: the first replica's is taken.
-        updates: whether the optimizer makes a step.
+        steps: whether the optimizer makes a step.
         gradients: forward values and the values of their gradients, parameters first.
         parts: parameters, each with the gradient of one micro-batch or the sum of several.
         finished: the gradients that the updates read or the caller gets.
@@ -41,7 +41,7 @@ class Outcome:
     returned: Sequence[Value | Scalar] = ()
     results: pytree.TreeSpec | None = None
     gathered: Sequence[Gathered | None] = ()
-    updates: bool = True
+    steps: bool = True
     gradients: Sequence[tuple[Value, Value]] = ()
     parts: Sequence[tuple[Value, Value]] = ()
     finished: Finished
@@ -75,6 +75,11 @@ class Recording(Outcome):
     constants: list[tuple[Value, torch.Tensor]]
     sparse_gradients: Mapping[int, SparseValue]
     extents: Extents
+
+    @property
+    def updates(self) -> list[RecordedCall]:
+        """The updates of parameters, in order."""
+        return [call for call in self.calls if call.type == UPDATE]
 
     def release(self) -> None:
         """Take the recording apart. Nothing may read it afterwards."""

@@ -42,7 +42,7 @@ from ..words.libraries import remedy
 from ..words.places import where
 from .backward import backward
 from .function import FunctionRun
-from .gradients import Finished, fake_scaler, finish_gradients, refuse_sparse, scale_loss
+from .gradients import Finished, fake_scaler, finish_gradients, refuse_sparse, scale_loss, update
 from .micro_batches import Sums, micro_batch, prefix_of_micro_batch
 from .output_gradients import joint_backward
 from .recorded_step import Outcome, Recording
@@ -73,7 +73,8 @@ class Step(NamedTuple):
         caches: that the step may read and fill.
         options: of the capture.
         target: the kind of device that the step is recorded for.
-        trained: the blobs of the parameters whose gradients are used; None: of all parameters.
+        trained: the blobs of the parameters that the optimizer updates, in its order; None: there is none, and the
+            gradients of all parameters are used.
     """
 
     model: torch.nn.Module
@@ -90,7 +91,7 @@ class Step(NamedTuple):
     caches: Caches
     options: Options
     target: Target
-    trained: frozenset[str] | None
+    trained: tuple[str, ...] | None
 
 
 def run(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> tuple[Recording, list[Change]]:
@@ -257,6 +258,8 @@ def _training(
     used = [pair for pair in of_params if step.trained is None or pair[0].label in step.trained]
     with autocast_off():
         finished = finish_gradients(used, step.options, scale, recorder)
+    if step.trained is not None:
+        update(step.trained, finished, recorder)
     return Outcome(loss=sums.loss, gradients=[*of_params, *of_activations], parts=sums.parts, finished=finished)
 
 
