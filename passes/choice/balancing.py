@@ -191,7 +191,8 @@ class Balancing:
                 seconds *= _UNTIL_SOME_ARE_JUDGED if few else _UNTIL_ONE_FITS
             elif self.hands.best is None and few:
                 seconds += self.plans.spent - spent
-            return time.perf_counter() - begun >= seconds
+            late = self.searches.ended and bool(self.tried) and self.is_late()  # a refusal comes next
+            return late or time.perf_counter() - begun >= seconds
 
         try:
             while not enough():
