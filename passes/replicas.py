@@ -9,7 +9,7 @@ A captured operator reads the same at every site but for its names, which get th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -233,7 +233,7 @@ def shares_of(program: Program, sites: Sequence[Site]) -> tuple[Arg, ...]:
 def reduced(
     net: Net, program: Program, sites: Sequence[Site], reduction: str, by: str, alone: Container[str] = ()
 ) -> Net:
-    """The net with every gradient reduced that an update reads or that is an output, before the first update.
+    """The net with every gradient reduced that an update reads or that is an output, before the first update behind it.
 
     Args:
         net: of all sites.
@@ -277,13 +277,34 @@ def reduced(
     for (indices, values), param in sparse.items():
         pairs = [(site.blob_name(indices), site.blob_name(values)) for site in sites]
         reductions += reduce_sparse(pairs, [site.blob_name(param) for site in sites], args, blobs, renamed, by)
-    before = [op for op in net.ops if op.phase != "update"]
-    updates = [_reading(op, renamed) for op in net.ops if op.phase == "update"]
     return net.with_(
-        ops=(*before, *reductions, *updates),
+        ops=tuple(_before_updates(net.ops, reductions, renamed)),
         blobs=blobs,
         external_outputs=tuple([renamed.get(name, name) for name in net.external_outputs]),
     )
+
+
+def _before_updates(
+    ops: Sequence[Operator], reductions: Sequence[Operator], renamed: Mapping[str, str]
+) -> Iterator[Operator]:
+    """The operators, with the reductions of what was made so far before each operator of an update, and with the rest
+    at the end. Only updates read what is reduced."""
+    waiting, made = list(reductions), set[str]()
+    for op in ops:
+        if op.phase == "update":
+            left = list[Operator]()
+            for each in waiting:
+                if made.issuperset(each.inputs):
+                    yield each
+                    made.update(each.outputs)
+                else:
+                    left.append(each)
+            waiting = left
+            yield _reading(op, renamed)
+        else:
+            yield op
+            made.update(op.outputs)
+    yield from waiting
 
 
 def gradient_reduction(program: Program) -> Mapping[str, Arg]:

@@ -13,8 +13,9 @@ else.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Annotated, ClassVar, TypeAlias
 
 import torch
@@ -194,32 +195,30 @@ def _spread(regions: Regions, reduction: Reduction) -> Program:
 
 
 def _in_order(regions: Regions) -> Iterator[Operator]:
-    """The operators, but of each micro-batch those first that placed modules execute without replicated values, and
-    those last of the backward that the replicas do not wait for: what crosses is under way while the replicas
-    compute."""
+    """The operators, but of each micro-batch before an update those first that placed modules execute without
+    replicated values, and those last of the backward that the replicas do not wait for: what crosses is under way while
+    the replicas compute."""
     net = regions.net
     may = {i: op.phase for i, op in enumerate(net.ops) if regions.at(op.device) != REPLICATED}
     forward, backward = ({i for i, phase in may.items() if phase == which} for which in ("forward", "backward"))
-    ends = [i for i, op in enumerate(net.ops) if op.phase in ("reduce", "update")]
-    for order in _micro_batches(net.ops, ends):
-        early = dict.fromkeys(_free(net, order, forward))
-        late = dict.fromkeys(_free(net, order[::-1], backward))
-        yield from (net.ops[i] for i in early)
-        yield from (net.ops[i] for i in order if not (i in early or i in late))
-        yield from (net.ops[i] for i in reversed(late))
-    yield from (net.ops[i] for i in ends)
+    for ends, others in groupby(enumerate(net.ops), lambda pair: pair[1].phase in ("reduce", "update")):
+        for order in [[i for i, _ in others]] if ends else _micro_batches(others):
+            early = dict.fromkeys(_free(net, order, forward))
+            late = dict.fromkeys(_free(net, order[::-1], backward))
+            yield from (net.ops[i] for i in early)
+            yield from (net.ops[i] for i in order if not (i in early or i in late))
+            yield from (net.ops[i] for i in reversed(late))
 
 
-def _micro_batches(ops: Sequence[Operator], without: Collection[int]) -> list[list[int]]:
+def _micro_batches(ops: Iterable[tuple[int, Operator]]) -> list[list[int]]:
     """The positions of each micro-batch's operators, which stand one behind the other."""
-    found, latest, left = [list[int]()], 0, frozenset(without)
-    for i, op in enumerate(ops):
+    found, latest = [list[int]()], 0
+    for i, op in ops:
         own = micro_batch_of(op.outputs[0]) if op.outputs else None
         if own is not None and own > latest:
             latest = own
             found.append([])
-        if i not in left:
-            found[-1].append(i)
+        found[-1].append(i)
     return found
 
 

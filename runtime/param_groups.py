@@ -49,11 +49,8 @@ class Group(Mapping[str, Any]):
         self._given = frozenset({"lr", *group.numbers})
 
     def _now(self) -> Mapping[str, Any]:
-        optimizer = self._source.optimizer
-        if optimizer is None:
-            return self._options
-        found: Mapping[str, Any] = optimizer.param_groups[self._index]
-        return found
+        followed = self._source.followed
+        return groups_of(followed)[self._index] if followed else self._options
 
     def __getitem__(self, key: str) -> Any:
         if key == "params":
@@ -62,7 +59,7 @@ class Group(Mapping[str, Any]):
         return float(value) if key == "lr" else value
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Set a number. An optimizer is not followed any more: every other number stays as the optimizer has it now.
+        """Set a number. No optimizer is followed any more: every other number stays as its optimizer has it now.
 
         Raises:
             SessionError: an option that the step is not given; a value that is not a number of at least 0, or for
@@ -113,41 +110,44 @@ class _Source:
     Attributes:
         first: the groups of the first program.
         groups: one for each parameter group.
-        optimizer: that is followed; None: the numbers are those of the groups themselves.
-        params: the parameters of each of its groups when it was followed.
+        followed: the optimizers that are followed; none: the numbers are those of the groups themselves.
+        params: the parameters of each of their groups when they were followed.
         changes: counts what was set, followed and left.
-        captured: the optimizer that the program was captured with, or that was followed, where nobody has been told yet
-            that it is not followed.
-        known: its numbers at capture, or when a number was set last.
+        captured: the optimizers that the program was captured with, or that were followed, where nobody has been told
+            yet that they are not followed.
+        known: their numbers at capture, or when a number was set last.
     """
 
     def __init__(self, program: Program) -> None:
         self.first = described = program.interface.param_groups
         self.groups = [Group(group, i, self) for i, group in enumerate(described)]
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.followed: tuple[torch.optim.Optimizer, ...] = ()
         self.params: list[list[Tensor]] = []
         self.changes = 0
-        self.captured: weakref.ref[torch.optim.Optimizer] | None = program.optimizer if described else None
+        self.captured: tuple[weakref.ref[torch.optim.Optimizer], ...] = program.optimizers if described else ()
         self.known = [_numbers(group.options) for group in described]
 
     def leave(self) -> None:
         """Follow no optimizer any more; numbers stay as they are now."""
-        if self.optimizer is not None:
-            for group, theirs in zip(self.groups, self.optimizer.param_groups, strict=False):
+        if self.followed:
+            for group, theirs in zip(self.groups, groups_of(self.followed), strict=False):
                 group._options = {name: value for name, value in theirs.items() if name != "params"}
-            self.captured, self.optimizer = weakref.ref(self.optimizer), None
-        optimizer = None if self.captured is None else self.captured()
-        if optimizer is not None:
-            self.known = [_numbers(group) for group in optimizer.param_groups]
+            self.captured, self.followed = tuple(map(weakref.ref, self.followed)), ()
+        if optimizers := self._alive():
+            self.known = [_numbers(group) for group in groups_of(optimizers)]
+
+    def _alive(self) -> list[torch.optim.Optimizer]:
+        """The captured optimizers, if all are there."""
+        found = [reference() for reference in self.captured]
+        return [] if None in found else [optimizer for optimizer in found if optimizer is not None]
 
     def look(self) -> None:
-        """Warn where the numbers of the captured optimizer have moved, and nobody follows it."""
-        assert self.captured is not None
-        optimizer = self.captured()
-        if optimizer is None:
-            self.captured = None
+        """Warn where the numbers of a captured optimizer have moved, and nobody follows it."""
+        optimizers = self._alive()
+        if not optimizers:
+            self.captured = ()
             return
-        for group, theirs, before in zip(self.groups, optimizer.param_groups, self.known, strict=False):
+        for group, theirs, before in zip(self.groups, groups_of(optimizers), self.known, strict=False):
             for name, known in before.items():
                 value = theirs.get(name, known)
                 if value is known:
@@ -155,14 +155,25 @@ class _Source:
                 if _equal(value, known):
                     before[name] = value  # found to be the same sooner the next time
                 elif not _equal(value, group._options.get(name)):
-                    self.captured = None
+                    self.captured = ()
+                    several = len(optimizers) > 1
+                    them = "optimizers" if several else "optimizer"
+                    arguments = "*optimizers" if several else "optimizer"
                     warn(
-                        f"{name} of parameter group {group._index} of the captured optimizer is {value!r} now, and no "
-                        f"session follows that optimizer: the step goes on with {group._options.get(name)!r}; make the "
-                        "session with optimizer=optimizer, or call session.follow(optimizer)",
+                        f"{name} of parameter group {group._index} of the captured {them} is {value!r} now, and no "
+                        f"session follows {'them' if several else 'that optimizer'}: the step goes on with "
+                        f"{group._options.get(name)!r}; make the session with optimizer={them}, or call "
+                        f"session.follow({arguments})",
                         TrainingWarning,
                     )
                     return
+
+
+def groups_of(optimizers: Sequence[torch.optim.Optimizer]) -> Sequence[Mapping[str, Any]]:
+    """The groups of all optimizers, in order."""
+    if len(optimizers) == 1:
+        return optimizers[0].param_groups
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
 class _Number(NamedTuple):
@@ -234,33 +245,45 @@ class ParamGroups:
                 found[blob] = torch.tensor(_number(name, now.get(name), i), dtype=torch.float64, device="cpu")
         return found
 
-    def follow(self, optimizer: torch.optim.Optimizer, given: Mapping[str, Tensor] | None = None) -> None:
-        """Read the numbers of *optimizer* before each step from now on.
+    def follow(self, optimizers: Sequence[torch.optim.Optimizer], given: Mapping[str, Tensor] | None = None) -> None:
+        """Read the numbers of optimizers before each step from now on.
 
         Args:
-            optimizer: the captured one, or one like it.
-            given: a state of which the caller may expect that its numbers hold; a TrainingWarning tells where the
+            optimizers: the captured ones, in their order, or ones like these.
+            given: a state of which the caller may expect that its numbers hold; a TrainingWarning tells where an
                 optimizer has others.
 
         Raises:
-            SessionError: it is of another class, or its groups or their other options are not those of the program.
+            SessionError: one is of another class, or its groups or their other options are not those of the program.
         """
         interface = self.program.interface
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise self._refusal(f"a session follows a torch.optim.Optimizer, not a {type(optimizer).__name__}")
+        for optimizer in optimizers:
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise self._refusal(f"a session follows a torch.optim.Optimizer, not a {type(optimizer).__name__}")
         if not interface.param_groups:
             raise self._refusal("the program has no optimizer, so its session cannot follow one", "capture it with one")
-        theirs = type(optimizer).__name__
-        if theirs != interface.optimizer:
-            raise self._refusal(f"the optimizer is {theirs}, the program's {interface.optimizer}")
-        self._check_count(optimizer)
+        if len(optimizers) != len(interface.optimizers):
+            classes = ", ".join(interface.optimizers)
+            raise self._refusal(
+                f"the program has {counted(len(interface.optimizers), 'optimizer')}, {classes}, and "
+                f"{len(optimizers)} would be followed",
+                "follow all that were captured, in the order in which the step finds them",
+            )
+        for optimizer, ours in zip(optimizers, interface.optimizers, strict=True):
+            theirs = type(optimizer).__name__
+            if theirs != ours:
+                raise self._refusal(f"the optimizer is {theirs}, the program's {ours}")
+        for number, optimizer in enumerate(optimizers):
+            self._check_count(number, optimizer)
+        groups = groups_of(optimizers)
         for i, group in enumerate(interface.param_groups):
-            self._check_params(i, group, optimizer.param_groups[i]["params"])
-        self._check_options(optimizer.param_groups, optimizer.defaults)
+            self._check_params(i, group, groups[i]["params"])
+        self._check_options(groups, self._compared(optimizers))
         expected = {name: value for name, value in self.state().items() if name in given} if given else {}
-        self._source.optimizer, self._source.captured = optimizer, None
-        self._source.params = [list(group["params"]) for group in optimizer.param_groups]
-        self._source.changes += 1
+        source = self._source
+        source.followed, source.captured = tuple(optimizers), ()
+        source.params = [list(group["params"]) for group in groups]
+        source.changes += 1
         now = self.state() if expected else {}
         for name, value in expected.items():
             if now[name] != value:
@@ -272,35 +295,57 @@ class ParamGroups:
                 break
 
     @property
-    def followed(self) -> torch.optim.Optimizer | None:
-        """The optimizer that gives the numbers, if one does."""
-        return self._source.optimizer
+    def followed(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizers that give the numbers."""
+        return self._source.followed
+
+    def position(self, of: int | torch.optim.Optimizer) -> int:
+        """The position of an optimizer among those of the program; of itself, if it is followed or was captured.
+
+        Raises:
+            SessionError: it is none of them.
+        """
+        source = self._source
+        held = source.followed or [reference() for reference in (source.captured or self.program.optimizers)]
+        places = range(max(len(self.program.interface.optimizers), 1))
+        found = next((i for i in places if of is i or of == i or (i < len(held) and held[i] is of)), None)
+        if found is None:
+            named = "such optimizer" if isinstance(of, torch.optim.Optimizer) else f"optimizer {of!r}"
+            raise self._refusal(
+                f"the program has no {named}", f"give one that is followed, or its position, 0 to {len(places) - 1}"
+            )
+        return found
+
+    def of_optimizer(self, position: int) -> list[Group]:
+        """The groups of one optimizer."""
+        described = self.program.interface.param_groups
+        return [group for group, of in zip(self.groups, described, strict=True) if of.optimizer == position]
 
     def now(self) -> list[Feedable]:
         """The numbers of the next step: tensors, or floats for those that only optimizers read.
 
         Raises:
-            CoverageError: another option of the followed optimizer than these numbers has changed.
-            SessionError: a number is none, or the followed optimizer has other parameters or groups than when it was
+            CoverageError: another option of a followed optimizer than these numbers has changed.
+            SessionError: a number is none, or a followed optimizer has other parameters or groups than when it was
                 followed.
         """
         source = self._source
-        optimizer = source.optimizer
-        if optimizer is None:
-            if source.captured is not None:
+        followed = source.followed
+        if not followed:
+            if source.captured:
                 source.look()
             groups: Sequence[Mapping[str, Any]] = [group._options for group in self.groups]
             if self._checked != (source.changes, None):
                 self._check_options(groups)
                 self._checked = source.changes, None
         else:
-            groups = optimizer.param_groups
+            groups = groups_of(followed)
             self._check_same_params(groups)
-            self._check_followed(groups, optimizer)
+            self._check_followed(groups, followed)
         found: list[Feedable] = []
         for _, name, i, option, place, as_tensor in self._numbers:
             value = _value(groups[i], i, option, place)
-            if optimizer is not None and isinstance(value, Tensor):
+            if followed and isinstance(value, Tensor):
                 # PyTorch computes with a tensor in the tensor's precision.
                 raise SessionError(
                     f"{option} of the optimizer has a tensor",
@@ -309,7 +354,7 @@ class ParamGroups:
                 )
             number = value if type(value) is float else _number(name, value, i)
             found.append(torch.tensor(number, dtype=torch.float64, device="cpu") if as_tensor else number)
-        if optimizer is not None:
+        for optimizer in followed:
             # What torch's schedulers look at: they warn before the first step of an optimizer.
             optimizer._opt_called = True  # type: ignore[attr-defined]
         return found
@@ -324,7 +369,7 @@ class ParamGroups:
                 "capture or compile the model again with this optimizer",
             )
 
-    def _check_followed(self, groups: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+    def _check_followed(self, groups: Sequence[Mapping[str, Any]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Check the options that are part of the program. Those that are the same objects as before are as before; a
         list may change unseen, so it is compared each time."""
         if self._checked is None or self._checked[0] != self._source.changes:
@@ -333,16 +378,22 @@ class ParamGroups:
             kept = self._checked[1]
         for i, group in enumerate(groups):
             if not kept or any(group.get(name, self) is not value for name, value in kept[i]):
-                self._check_options(groups, optimizer.defaults)
-                names = [[name for name, _ in fixed if name in optimizer.defaults] for fixed in self._fixed]
+                known = self._compared(optimizers)
+                self._check_options(groups, known)
+                pairs = zip(self._fixed, known, strict=True)
+                names = [[name for name, _ in fixed if name in defaults] for fixed, defaults in pairs]
                 same = [[(name, group[name]) for name in named] for named, group in zip(names, groups, strict=True)]
                 unseen = [[(n, None if isinstance(v, list) else v) for n, v in of_group] for of_group in same]
                 self._checked = self._source.changes, unseen
                 return
 
+    def _compared(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[Mapping[str, Any]]:
+        """For each group the options that can be compared: those that its optimizer has defaults for."""
+        return [optimizers[group.optimizer].defaults for group in self.program.interface.param_groups]
+
     def _check_beside(self, other: Program) -> None:
         ours, theirs = self.program.interface, other.interface
-        if ours.optimizer != theirs.optimizer or len(ours.param_groups) != len(theirs.param_groups):
+        if ours.optimizers != theirs.optimizers or len(ours.param_groups) != len(theirs.param_groups):
             raise self._refusal("the program has another optimizer than the one beside it", "capture both with one")
         for i, (mine, its) in enumerate(zip(ours.param_groups, theirs.param_groups, strict=True)):
             for k, (param, beside) in enumerate(zip_longest(mine.params, its.params)):
@@ -362,8 +413,8 @@ class ParamGroups:
                         f"set {name} before the first program is captured{_SCHEDULERS_FIRST * (name == 'momentum')}",
                     )
 
-    def _check_count(self, optimizer: torch.optim.Optimizer) -> None:
-        theirs, ours = len(optimizer.param_groups), len(self.groups)
+    def _check_count(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        theirs, ours = len(optimizer.param_groups), len(self.of_optimizer(number))
         if theirs != ours:
             raise self._refusal(f"the optimizer has {counted(theirs, 'parameter group')}, the program {ours}")
 
@@ -385,16 +436,18 @@ class ParamGroups:
                     f"{name!r}, which has {list(shape)}"
                 )
 
-    def _check_options(self, groups: Sequence[Mapping[str, Any]], known: Mapping[str, Any] | None = None) -> None:
+    def _check_options(
+        self, groups: Sequence[Mapping[str, Any]], known: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
         """Refuse groups whose options are not those of the program.
 
         Args:
             groups: a mapping for each.
-            known: the options that can be compared; None: all that are there.
+            known: for each the options that can be compared; None: all that are there.
         """
         for i, (fixed, theirs) in enumerate(zip(self._fixed, groups, strict=True)):
             for name, value in fixed:
-                if name not in (theirs if known is None else known):
+                if name not in (theirs if known is None else known[i]):
                     continue
                 if name not in theirs:
                     raise self._refusal(f"group {i} of the optimizer has no {name!r}, the program has {value!r}")

@@ -6,7 +6,7 @@ import atexit
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
@@ -105,7 +105,8 @@ class Session(Stepping):
         lent: constants, by name, that steps read where they are instead of from a copy: what is written there holds
             from the next step on. Those that are on another device or laid out otherwise are copied like all state,
             and once torch has counted a write into one of them, steps are refused with a CoverageError.
-        optimizer: whose numbers are read before each step, see :meth:`follow`.
+        optimizer: whose numbers are read before each step, see :meth:`follow`; of a program with several optimizers all
+            of them.
 
     Warns:
         TrainingWarning: the program was recorded for CUDA, and all devices are the host.
@@ -136,7 +137,7 @@ class Session(Stepping):
         memory_limit: Most = "machine",
         limits: PlanLimits | None = None,
         lent: Mapping[str, Tensor] | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     ) -> None:
         options = Options(executor, threads, seed, deadline, collectives, cuda_graph, keep_heap, memory_limit)
         options.check()
@@ -176,7 +177,8 @@ class Session(Stepping):
         if keep_heap:
             self._held.enter_context(kept_heap())
         if optimizer is not None:
-            self._groups.follow(optimizer, state)
+            followed = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+            self._groups.follow(followed, state)
         _end_at_exit()
         _open.add(self)
 
@@ -410,18 +412,19 @@ class Session(Stepping):
         following of an optimizer."""
         return self._groups.groups
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Read the numbers of *optimizer* before each step, so that its schedulers work: learning rates, and momentum,
-        weight decay and betas where the program's ``param_groups`` have them as ``numbers``.
+    def follow(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Read the numbers of *optimizers*, all of the program in their order, before each step, so that their
+        schedulers work: learning rates, and momentum, weight decay and betas where the program's ``param_groups`` have
+        them as ``numbers``.
 
-        A step is refused once another of its options changes, or a momentum or weight decay that was 0 at capture.
-        Setting a number in :attr:`param_groups` ends the following of all: they stay as the optimizer has them then.
+        A step is refused once another of their options changes, or a momentum or weight decay that was 0 at capture.
+        Setting a number in :attr:`param_groups` ends the following of all: they stay as optimizers have them then.
 
         Raises:
-            SessionError: its class, its groups or their other options are not those of the program.
+            SessionError: a class, groups or their other options are not those of the program.
         """
         self._check_open()
-        self._groups.follow(optimizer)
+        self._groups.follow(optimizers)
 
     def state_dict(self, replica: int = 0) -> dict[str, Tensor]:
         """The module's state under its own names, copied. Replicas differ only in buffers and in parameters that the
@@ -429,14 +432,23 @@ class Session(Stepping):
         with self._between_steps():
             return self._state.module(replica)
 
-    def optimizer_state_dict(self, replica: int = 0) -> dict[str, Any]:
+    def optimizer_state_dict(self, replica: int = 0, of: int | torch.optim.Optimizer = 0) -> dict[str, Any]:
         """The optimizer's state as ``optimizer.load_state_dict`` takes it, copied. Replicas have the same.
 
         The options of its groups are those of the followed optimizer now; where none is followed, as captured, with
         the numbers of the next step.
+
+        Args:
+            replica: whose tensors.
+            of: which of several optimizers: one that is followed or was captured, or its position.
+
+        Raises:
+            SessionError: there is no such replica or optimizer.
         """
         with self._between_steps():
-            return self._state.optimizer(self._groups.groups, replica)
+            position = self._groups.position(of)
+            kind = "".join(self.plan.program.interface.optimizers[position : position + 1])
+            return self._state.optimizer(self._groups.of_optimizer(position), kind, replica)
 
     def loss_scaler_state_dict(self) -> dict[str, Any]:
         """The loss scaler's state as ``torch.amp.GradScaler.load_state_dict`` takes it.

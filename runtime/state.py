@@ -314,8 +314,8 @@ class State:
                     if held is not None:
                         held.overwrite(given[name])
 
-    def optimizer(self, groups: Sequence[Mapping[str, Any]], replica: int) -> dict[str, Any]:
-        """Copies in the format of ``torch.optim.Optimizer.state_dict()``."""
+    def optimizer(self, groups: Sequence[Mapping[str, Any]], kind: str, replica: int) -> dict[str, Any]:
+        """Copies in the format of ``torch.optim.Optimizer.state_dict()``, of an optimizer of a class, with *groups*."""
         self.check_replica(replica)
         state: dict[int, dict[str, Any]] = {}
         packed = []
@@ -327,7 +327,7 @@ class State:
                 own = self.names.optimizer_state.get(param, {})
                 joined = {name: self.joined(blob, replica, self.common) for name, blob in own.items()}
                 found = {name: each for name, each in joined.items() if each is not None}
-                kept = as_torch_has_it(found, self.program.interface.optimizer)
+                kept = as_torch_has_it(found, kind)
                 if kept:
                     state[index] = kept
             packed.append({**group, "params": indices})
@@ -431,7 +431,7 @@ def _fill(op: Operator, values: Mapping[str, Tensor], program: Program) -> dict[
 
 
 def _trains(program: Program) -> bool:
-    return bool(program.interface.optimizer)
+    return bool(program.interface.optimizers)
 
 
 def _check_beside(ours: Program, theirs: Program) -> None:

@@ -19,7 +19,7 @@ from ..process import fork_waits_for
 from .intake.arguments import Arguments, read_arguments
 from .intake.evaluation import warn_of_evaluation
 from .intake.found import StepFunction, read_function
-from .intake.optimizers import Group, read_optimizer, with_forms_of_cuda
+from .intake.optimizers import Group, read_optimizers, with_forms_of_cuda
 from .intake.options import (
     IN_A_FUNCTION,
     read_options,
@@ -149,13 +149,16 @@ def capture(
         given = locals()
         refuse_beside_function({option: given[option] for option in IN_A_FUNCTION})
         function = read_function(step, stateful)
-        model, optimizer = function.model, function.optimizer
+        model = function.model
     refuse_model(model)
     if not isinstance(name, (str, type(None))):
         raise CaptureError(f"name is a {type(name).__name__}, not a string", fix='write name="step"')
     refuse_loss(loss, targets)
     refuse_output(output, loss)
-    if optimizer is not None and loss is None and function is None:
+    optimizers: tuple[torch.optim.Optimizer, ...] = (optimizer,) if optimizer is not None else ()
+    if function is not None:
+        optimizers = tuple(function.optimizers.values())
+    if optimizer is not None and loss is None:
         raise CaptureError("an optimizer is given, but no loss", fix="pass loss=, or leave the optimizer out")
     positions = _positions(backward)
     joint = backward is not False
@@ -171,17 +174,17 @@ def capture(
         accumulate,
         loss_scale,
         backward=loss is not None,
-        optimizer=optimizer is not None,
+        optimizer=bool(optimizers),
     )
     allow_changes = allow_changes if isinstance(allow_changes, str) else tuple(allow_changes)
-    if optimizer is not None:
+    if optimizers:
         warn_of_evaluation(model)
     with _capturing(model):
         state = read_state(model, hooked=loss is None and function is None)
         called = model.forward if function is None else function.call
         arguments = read_arguments(called, inputs, kwargs, targets, loss, batch_dims)
-        groups = read_optimizer(optimizer, state.by_id) if optimizer is not None else ()
-        trained = None if optimizer is None else tuple([param for group in groups for param in group.params])
+        groups = read_optimizers(optimizers, state.by_id)
+        trained = None if not optimizers else tuple([param for group in groups for param in group.params])
         allowed = AllowedChanges(model, allow_changes)
         to_record = Step(
             model=model,
@@ -203,7 +206,7 @@ def capture(
         try:
             with to_record.attributes.restored():
                 named = name or (type(model).__name__.lower() if function is None else function.name)
-                program, outline, recorded = _program_of(to_record, named, optimizer, groups)
+                program, outline, recorded = _program_of(to_record, named, optimizers, groups)
         finally:
             to_record.caches.leave()
         to_record.caches.check()
@@ -214,7 +217,7 @@ def capture(
     return program.with_(
         covers=program.covers.with_recorded(listed),
         witness=witness,
-        optimizer=None if optimizer is None else weakref.ref(optimizer),
+        optimizers=tuple([weakref.ref(each) for each in optimizers]),
     )
 
 
@@ -258,7 +261,7 @@ def _shared(state: ModelState, arguments: Arguments) -> Mapping[str, str]:
 def _program_of(
     step: Step,
     name: str,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     groups: Sequence[Group],
 ) -> tuple[Program, Outline, list[Dims]]:
     """The program, its recording's outline, and the sizes at which it was recorded."""
@@ -272,7 +275,7 @@ def _program_of(
         followed,
         snapshots(step.state.tensors),
         name=name,
-        optimizer=type(optimizer).__name__ if optimizer is not None and steps else "",
+        optimizers=tuple([type(each).__name__ for each in optimizers]) if steps else (),
         groups=() if not steps else with_forms_of_cuda(groups) if step.target.is_cuda else groups,
     )
     recording = followed.sizes.recording

@@ -468,18 +468,19 @@ class Compiled:
         """
         return self._sessions[0].param_groups
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Read the numbers of *optimizer* before each step, as those of the captured one are from the start; see
+    def follow(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Read the numbers of *optimizers* before each step, as those of the captured ones are from the start; see
         :meth:`graphir.runtime.Session.follow`."""
-        self._sessions[0].follow(optimizer)
+        self._sessions[0].follow(*optimizers)
 
     def state_dict(self, replica: int = 0) -> dict[str, torch.Tensor]:
         """The module's state under its own names, copied."""
         return self._sessions[0].state_dict(replica)
 
-    def optimizer_state_dict(self, replica: int = 0) -> dict[str, Any]:
-        """The optimizer's state as ``optimizer.load_state_dict`` takes it, copied."""
-        return self._sessions[0].optimizer_state_dict(replica)
+    def optimizer_state_dict(self, replica: int = 0, of: int | torch.optim.Optimizer = 0) -> dict[str, Any]:
+        """The optimizer's state as ``optimizer.load_state_dict`` takes it, copied; see
+        :meth:`graphir.runtime.Session.optimizer_state_dict`."""
+        return self._sessions[0].optimizer_state_dict(replica, of)
 
     def loss_scaler_state_dict(self) -> dict[str, Any]:
         """The loss scaler's state; see :meth:`graphir.runtime.Session.loss_scaler_state_dict`."""

@@ -68,7 +68,7 @@ class Slot(NamedTuple):
 
 
 class ParamGroup(NamedTuple):
-    """One parameter group of the captured optimizer.
+    """One parameter group of a captured optimizer.
 
     Attributes:
         lr: the blob that holds its learning rate (``f64[] @cpu:0``, no prefix).
@@ -76,12 +76,14 @@ class ParamGroup(NamedTuple):
         options: the group's other entries, as in ``optimizer.param_groups``, and ``lr`` as it was when captured.
         numbers: the blobs, like the blob of ``lr``, of the other numbers that a scheduler may move: ``momentum``,
             ``weight_decay``, ``beta1`` and ``beta2``, see :mod:`.moved`. A number that is not here stays as captured.
+        optimizer: the position of its optimizer among those of the interface.
     """
 
     lr: str
     params: tuple[str, ...]
     options: Mapping[str, Scalar | tuple[Scalar, ...]]
     numbers: Mapping[str, str] = {}
+    optimizer: int = 0
 
     @property
     def blobs(self) -> tuple[str, ...]:
@@ -101,10 +103,10 @@ class Interface:
         fetches: the leaves of the step's result, in order; none of a step that returns its loss alone.
         results: the JSON text of the structure of that result; None for a step that returns its loss alone.
         module_state: each name of ``module.state_dict()`` and its blob; tied names share one.
-        optimizer: name of the captured optimizer's class; empty where there is none.
+        optimizers: the name of each captured optimizer's class.
         optimizer_state: for each parameter, its optimizer state's blobs by the optimizer's own names
             (``{"fc1.weight": {"momentum_buffer": "fc1.weight.momentum_buffer"}}``).
-        param_groups: see :class:`ParamGroup`.
+        param_groups: see :class:`ParamGroup`; those of the first optimizer first.
         one_replica: the step could be recorded at one batch only, so that the dimensions along which the results of
             several replicas would be gathered are unknown.
         gradients: each parameter whose gradient a training step without optimizer hands back, and the gradient's blob.
@@ -123,7 +125,7 @@ class Interface:
     fetches: tuple[Slot, ...] = ()
     results: str | None = None
     module_state: Mapping[str, str] = field(default_factory=dict)
-    optimizer: str = ""
+    optimizers: tuple[str, ...] = ()
     optimizer_state: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     param_groups: tuple[ParamGroup, ...] = ()
     one_replica: bool = False
@@ -191,7 +193,7 @@ class Program:
         module: the captured module. Not saved, pickled or copied, not part of equality.
         witness: records the step of the captured module once more, see :class:`Witness`; None where there is no
             witness. Not saved, pickled or copied, not part of equality.
-        optimizer: the captured optimizer, weakly; None where there was none. Not saved, pickled or copied, not part of
+        optimizers: the captured optimizers, weakly. Not saved, pickled or copied, not part of
             equality.
         module_copies: for each replica a shallow copy of the captured module, as replication callbacks left it; empty
             where there were none. Not saved, pickled or copied, not part of equality.
@@ -214,7 +216,7 @@ class Program:
     module: torch.nn.Module | None = field(default=None, compare=False)
     witness: Witness | None = field(default=None, compare=False)
     module_copies: tuple[torch.nn.Module, ...] = field(default=(), compare=False)
-    optimizer: weakref.ref[torch.optim.Optimizer] | None = field(default=None, compare=False)
+    optimizers: tuple[weakref.ref[torch.optim.Optimizer], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         freeze(self, dims=frozen, notes=frozen_all)
@@ -275,7 +277,7 @@ class Program:
         return hash((self.name, self.init, self.step))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "module": None, "witness": None, "module_copies": (), "optimizer": None}
+        return {**self.__dict__, "module": None, "witness": None, "module_copies": (), "optimizers": ()}
 
     def __repr__(self) -> str:
         on = ", ".join(self.devices)

@@ -202,7 +202,7 @@ def _state(session: Session, program: Program) -> Seen:
     interface = program.interface
     for replica in range(len(program.replicas)):
         found += _leaves(f"state of replica {replica}", dict(sorted(session.state_dict(replica).items())))
-        if interface.optimizer:
+        if interface.optimizers:
             found += _leaves("optimizer", session.optimizer_state_dict(replica))
         if interface.gradients:
             found += _leaves("gradients", dict(sorted(session.gradients(replica).items())))

@@ -382,14 +382,14 @@ def test_a_session_that_follows_nothing_says_so_once():
 def test_a_program_does_not_keep_its_optimizer():
     (model, optimizer), _ = twins(OPTIMIZERS["momentum"])
     program = program_of(model, optimizer)
-    assert program.optimizer() is optimizer
-    assert copy.deepcopy(program) == program and copy.deepcopy(program).optimizer is None
-    assert passes.emit(passes.replicate(program, [0, 1])).program.optimizer() is optimizer
+    assert program.optimizers[0]() is optimizer
+    assert copy.deepcopy(program) == program and copy.deepcopy(program).optimizers == ()
+    assert passes.emit(passes.replicate(program, [0, 1])).program.optimizers[0]() is optimizer
     with runtime.Session(passes.emit(program), program.state) as session:
         optimizer.param_groups[0]["lr"] = 0.5
         del optimizer
         gc.collect()
-        assert program.optimizer() is None
+        assert program.optimizers[0]() is None
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             session.step(X, Y)

@@ -1,4 +1,4 @@
-"""Modules, optimizers and scalers that a step function uses, in its cells, globals, defaults and the objects there."""
+"""Modules, optimizers and a scaler that a step function uses, in its cells, globals, defaults and the objects there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
@@ -16,6 +16,8 @@ from ..isolate.around import Around, globals_of
 from ..isolate.containers import is_pythons
 
 __all__ = ["StepFunction", "read_function"]
+
+_T = TypeVar("_T")
 
 _DEPTH: Final = 3
 """How many objects deep: the function's own cells, what these hold, and what is in that."""
@@ -30,7 +32,7 @@ class StepFunction(NamedTuple):
     Attributes:
         call: itself.
         model: the module that it uses; of several, a module that has them by their names.
-        optimizer: that it uses; None without one.
+        optimizers: that it uses, by name.
         scaler: the gradient scaler that it uses; None without one.
         around: what else it finds around itself.
         cleared: the parameters that it leaves without a gradient, as far as that is known, and finds so.
@@ -38,7 +40,7 @@ class StepFunction(NamedTuple):
 
     call: Callable[..., Any]
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer | None
+    optimizers: Mapping[str, torch.optim.Optimizer]
     scaler: torch.amp.GradScaler | None
     around: Around
     cleared: set[str]
@@ -72,23 +74,18 @@ def read_function(function: Callable[..., Any], stateful: object = ()) -> StepFu
     known = dict(search.found())
     found = _given(stateful, known) if stateful else known
     modules = _outermost({n: value for n, value in found.items() if isinstance(value, torch.nn.Module)})
-    optimizers = {n: value for n, value in found.items() if isinstance(value, torch.optim.Optimizer)}
+    optimizers = _each({n: value for n, value in found.items() if isinstance(value, torch.optim.Optimizer)})
     if not modules:
         raise CaptureError(
             f"{_name_of(function)} uses no module: none is in its cells, globals, defaults or its self",
             fix="name the module where the function finds it, or pass stateful=(model, optimizer)",
-        )
-    if len({id(value) for value in optimizers.values()}) > 1:
-        raise CaptureError(
-            f"{_name_of(function)} uses {len(optimizers)} optimizers: {', '.join(optimizers)}",
-            fix="give one optimizer all parameters, in groups; or capture one step for each",
         )
     model = next(iter(modules.values())) if len(modules) == 1 else _Together(modules)
     scalers = {id(value): value for value in found.values() if isinstance(value, torch.amp.GradScaler)}
     if len(scalers) > 1:
         raise CaptureError(f"{_name_of(function)} uses {len(scalers)} gradient scalers", fix="use one")
     scaler = next((scaler for scaler in scalers.values() if scaler.is_enabled()), None)
-    return StepFunction(function, model, next(iter(optimizers.values()), None), scaler, search.around, set())
+    return StepFunction(function, model, optimizers, scaler, search.around, set())
 
 
 def _name_of(function: Callable[..., Any]) -> str:
@@ -116,11 +113,15 @@ def _given(stateful: object, known: Mapping[str, Any]) -> dict[str, Any]:
 def _outermost(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Module]:
     """The modules that are in no other one of them, each once."""
     inside = {id(inner) for module in modules.values() for inner in module.modules() if inner is not module}
-    found: dict[int, tuple[str, torch.nn.Module]] = {}
-    for name, module in modules.items():
-        if id(module) not in inside:
-            found.setdefault(id(module), (name, module))
-    return dict(found.values())
+    return _each({name: module for name, module in modules.items() if id(module) not in inside})
+
+
+def _each(found: Mapping[str, _T]) -> dict[str, _T]:
+    """The objects, each once, by the first of its names."""
+    names: dict[int, str] = {}
+    for name, value in found.items():
+        names.setdefault(id(value), name)
+    return {name: found[name] for name in names.values()}
 
 
 class _Search:

@@ -23,7 +23,7 @@ from ...ir.program import Scalar
 from ...optim import RowWiseAdagrad
 from .state import has_data
 
-__all__ = ["Group", "OptimizerState", "ParamUpdate", "read_optimizer", "with_forms_of_cuda", "with_layout"]
+__all__ = ["Group", "OptimizerState", "ParamUpdate", "read_optimizers", "with_forms_of_cuda", "with_layout"]
 
 
 class OptimizerState(NamedTuple):
@@ -65,28 +65,45 @@ class ParamUpdate(NamedTuple):
 class Group(NamedTuple):
     """A parameter group: its parameters' blobs, its options (``lr`` among them), and the updates.
 
-    ``numbers`` are the names of the numbers that move from step to step, the learning rate apart.
+    ``numbers`` are the names of the numbers that move from step to step, the learning rate apart; ``optimizer`` is the
+    position of its optimizer among all of the step.
     """
 
     params: tuple[str, ...]
     options: Mapping[str, Scalar | tuple[Scalar, ...]]
     updates: tuple[ParamUpdate, ...]
+    optimizer: int = 0
 
     @property
     def numbers(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for update in self.updates for name in update.numbers))
 
 
-def read_optimizer(optimizer: object, blobs: Mapping[int, str]) -> tuple[Group, ...]:
-    """The optimizer's groups.
+def read_optimizers(optimizers: Sequence[object], blobs: Mapping[int, str]) -> tuple[Group, ...]:
+    """The groups of all optimizers.
 
     Args:
-        optimizer: is only read.
+        optimizers: are only read.
         blobs: the blob of each of the model's parameters, by the ``id`` of the tensor.
 
     Raises:
-        CaptureError: the optimizer, an option of a group, or the state of a parameter is not supported.
+        CaptureError: an optimizer, an option of a group, or the state of a parameter is not supported; or two
+            optimizers have one parameter.
     """
+    found = [(i, group) for i, optimizer in enumerate(optimizers) for group in _groups(optimizer, blobs)]
+    owner: dict[str, int] = {}
+    for i, group in found:
+        for param in group.params:
+            if owner.setdefault(param, i) != i:
+                kinds = [type(optimizers[number]).__name__ for number in (owner[param], i)]
+                raise CaptureError(
+                    f"parameter {param!r} has two optimizers, {kinds[0]} and {kinds[1]}",
+                    fix="give each parameter to one optimizer",
+                )
+    return tuple([group._replace(optimizer=i) for i, group in found])
+
+
+def _groups(optimizer: object, blobs: Mapping[int, str]) -> list[Group]:
     if not isinstance(optimizer, torch.optim.Optimizer):
         given = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
         raise CaptureError(
@@ -101,7 +118,7 @@ def read_optimizer(optimizer: object, blobs: Mapping[int, str]) -> tuple[Group, 
         )
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise CaptureError("the optimizer has step hooks, which a program would not run", fix="remove the hooks")
-    return tuple(_group(optimizer, i, group, blobs) for i, group in enumerate(optimizer.param_groups))
+    return [_group(optimizer, i, group, blobs) for i, group in enumerate(optimizer.param_groups)]
 
 
 def with_forms_of_cuda(groups: Sequence[Group]) -> tuple[Group, ...]:

@@ -19,6 +19,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
+from torch.utils import _pytree as pytree
 
 from .patches import replaced
 
@@ -33,16 +34,21 @@ class TorchFunctions(TorchFunctionMode):
 
     Args:
         tables: the handlers; no two tables have a function in common.
+        standing: gives the tensor in the place of one that the step holds, for what tells tensors apart by themselves;
+            None where there is none.
     """
 
-    def __init__(self, *tables: Handlers) -> None:
+    def __init__(self, *tables: Handlers, standing: Callable[[Any], Any] | None = None) -> None:
         super().__init__()
+        self._standing = standing
         self._handlers: dict[Any, Callable[..., Any]] = {f: self._within(body) for f, body in _RUN_THE_STEPS.items()}
         self._handlers |= {function: handler for table in tables for function, handler in table.items()}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if self._standing is not None and func in _OF_THE_TENSOR_ITSELF:
+            args, kwargs = pytree.tree_map(self._standing, (args, kwargs or {}))
         handler = self._handlers.get(func)
         if handler is not None:
             return handler(func, *args, **(kwargs or {}))
@@ -104,3 +110,12 @@ _RUN_THE_STEPS: Final = {
     )
 }
 """Functions that run the step's own lines."""
+
+_PROPERTIES: Final = [getattr(torch.Tensor, name) for name in ("grad", "data", "requires_grad")]
+_OF_THE_TENSOR_ITSELF: Final = frozenset(
+    {
+        *(access for found in _PROPERTIES for access in (found.__get__, found.__set__)),
+        *(torch.Tensor.requires_grad_, torch.Tensor.register_hook, torch.autograd.grad),
+    }
+)
+"""Functions whose arguments have something that no operator reads."""

@@ -41,7 +41,7 @@ def build_program(
     copies: dict[str, torch.Tensor],
     *,
     name: str,
-    optimizer: str = "",
+    optimizers: tuple[str, ...] = (),
     groups: Sequence[Group] = (),
     like: Callable[[Recording, Sequence[str]], Iterable[Operator]] | None = None,
 ) -> tuple[Program, Sequence[str]]:
@@ -52,8 +52,8 @@ def build_program(
         followed: the step's recordings, and how their sizes follow the dimensions.
         copies: of the parameters and buffers, by the names of their blobs.
         name: of the program.
-        optimizer: the name of the optimizer's class; empty where there is none.
-        groups: the optimizer's parameter groups.
+        optimizers: the names of the classes of the step's optimizers.
+        groups: their parameter groups.
         like: makes the operators of the updates, of the recording and the blobs of its values; None: they are those of
             the groups.
 
@@ -79,9 +79,9 @@ def build_program(
         next(updates) if call.type == UPDATE else _operator(call, args, named, blobs)
         for call, args in zip(recording.calls, sizes.args, strict=True)
     ]
-    if not optimizer:
+    if not optimizers:
         _refuse_sparse_outputs(recording, named)
-    outputs = _external_outputs(recording, named, optimizer)
+    outputs = _external_outputs(recording, named, optimizers)
     net = Net(
         f"{name}.step",
         tuple(ops),
@@ -100,7 +100,7 @@ def build_program(
         net,
         followed.dims,
         followed.covers,
-        interface=_interface(step, recording, followed.batch_dims, named, optimizer, update),
+        interface=_interface(step, recording, followed.batch_dims, named, optimizers, update),
         state=_state(step, recording, copies, named, update),
         module=step.model,
     )
@@ -190,9 +190,9 @@ def _refuse_sparse_outputs(recording: Recording, named: Sequence[str]) -> None:
         )
 
 
-def _external_outputs(recording: Recording, named: Sequence[str], optimizer: str) -> tuple[str, ...]:
+def _external_outputs(recording: Recording, named: Sequence[str], optimizers: Sequence[str]) -> tuple[str, ...]:
     results = [*recording.outputs, *([] if recording.loss is None else [recording.loss])]
-    gradients = [g for _, g in recording.finished.gradients if not optimizer]
+    gradients = [g for _, g in recording.finished.gradients if not optimizers]
     return tuple(dict.fromkeys(named[v.index] for v in [*results, *gradients]))
 
 
@@ -227,7 +227,7 @@ def _interface(
     recording: Recording,
     batch_dims: Sequence[int | None] | None,
     named: Sequence[str],
-    optimizer: str,
+    optimizers: tuple[str, ...],
     update: Update,
 ) -> Interface:
     gathered = batch_dims if batch_dims is not None else [None] * len(recording.returned)
@@ -248,9 +248,9 @@ def _interface(
         results=_results(step, recording, named),
         differentiable=tuple([position for position, _, _ in recording.given]),
         one_replica=batch_dims is None,
-        gradients={} if optimizer else {named[p.index]: named[g.index] for p, g in recording.finished.gradients},
+        gradients={} if optimizers else {named[p.index]: named[g.index] for p, g in recording.finished.gradients},
         module_state=step.state.module_state,
-        optimizer=optimizer,
+        optimizers=optimizers,
         optimizer_state=update.optimizer_state,
         param_groups=update.param_groups,
     )

@@ -53,7 +53,7 @@ def program_at_one_size(
         followed,
         {},
         name=captured.name,
-        optimizer=captured.interface.optimizer,
+        optimizers=captured.interface.optimizers,
         like=lambda recording, names: _updates(recording, names, captured, outline),
     )
     for value, tensor in recording.constants:
@@ -65,9 +65,7 @@ def program_at_one_size(
     return program.with_(step=net, dims={BATCH: dims[BATCH]})
 
 
-def _updates(
-    recording: Recording, names: Sequence[str], captured: Program, outline: Outline
-) -> Iterator[Operator]:
+def _updates(recording: Recording, names: Sequence[str], captured: Program, outline: Outline) -> Iterator[Operator]:
     """The captured program's updates, of the gradients of a recording.
 
     Raises:

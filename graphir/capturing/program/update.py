@@ -120,7 +120,10 @@ def build_update(groups: Sequence[Group], recording: Recording, names: Names) ->
                 tensors[name], modules[name] = entry.tensor, module
             if index in updated:
                 parts[index] = _Part(update, mine, rate, others)
-    described = [ParamGroup(rate, g.params, g.options, n) for g, rate, n in zip(groups, rates, numbers, strict=True)]
+    described = [
+        ParamGroup(rate, group.params, group.options, others, group.optimizer)
+        for group, rate, others in zip(groups, rates, numbers, strict=True)
+    ]
     return Update(
         tuple(described),
         {param: mine for param, mine in state.items() if mine},
@@ -143,7 +146,8 @@ def _operator(part: _Part, call: RecordedCall, named: Sequence[str], done: int) 
     read = [named[value.index] for value in call.inputs]
     sparse = 2 + (tensors[1].name == "indices")
     gradient, skip = read[1:sparse], read[sparse:]
-    given = [update.param, *gradient, *[state.get(key) for key in keys], part.rate, *(skip or [None]), *numbers]
+    states, skips = [state.get(key) for key in keys], [*skip] if skip else [None]
+    given: list[str | None] = [update.param, *gradient, *states, part.rate, *skips, *numbers]
     while given[-1] is None:
         given.pop()
     inputs = tuple([name for name in given if name is not None])

@@ -35,6 +35,7 @@ from .edges import keep_edges
 from .factorisations import Factorisations
 from .forms import BoundArguments, Form, form_of
 from .known import number_in, tensor_of
+from .lists import overwrite_each, overwrites_lists
 from .mutation import functional_call, functional_view, laid_out, overwritten_base
 from .operands import refuse_overlapping_operands
 from .refused import FAKE_ERRORS, REFUSED_AT_TIMES, refuse_operator, refused_by_fake, refused_trace
@@ -192,6 +193,9 @@ class Recorder(Tape, TorchDispatchMode):
                 refuse_packed(past_functions(sys._getframe(2)), self._scope())
             if is_ctc(func):
                 return record_ctc(self, func, pytree.tree_map_only(torch.Tensor, self._constant, args))
+            if overwrites_lists(func):
+                with self:
+                    return overwrite_each(func, args, dict(kwargs), self._scope())
             refuse_operator(func, self._scope(), args)
             form = form_of(func)
             if func not in REFUSED_AT_TIMES:

@@ -173,8 +173,6 @@ def _complaint(func: torch._ops.OpOverload, args: tuple[object, ...]) -> tuple[s
         return f"the shape of {func}'s result depends on data", _REMEDIES.get(name, _FIXED_SHAPE)
     if name in ("aten.resize_", "aten.resize_as_", "aten.set_"):
         return f"{func} changes the size or the storage of a tensor", _REMEDIES[name]
-    if name.startswith("aten._foreach_") and not func._schema.returns:
-        return f"{func} overwrites a list of tensors", "overwrite them one by one, in a loop"
     return None
 
 

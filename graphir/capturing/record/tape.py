@@ -64,6 +64,7 @@ class Tape:
         self._owners: dict[int, Value] = {}
         self._belonging = Belonging()
         self._prefix, self._first, self._later = "", 0, False
+        self._differentiated: set[int] = set()
 
     # What exists before the step.
 
@@ -122,10 +123,11 @@ class Tape:
 
         Returns:
             Each forward value that has a gradient, and where the gradient arrives: a tensor, or an edge of the graph.
-            Values that operators made for earlier micro-batches are left out.
+            Values that operators made for earlier micro-batches are left out, and those whose gradient is known.
         """
         seen = (alias for alias in self._memory if alias.value.index >= self._first or alias.value.root.kind)
-        found = list(differentiable(seen, self.values))
+        pairs = differentiable(seen, self.values)
+        found = [(value, edge) for value, edge in pairs if value.index not in self._differentiated]
         functions: dict[int, Value] = {}
         for value, edge in found:
             node = edge.grad_fn if isinstance(edge, torch.Tensor) else edge.node
@@ -151,6 +153,7 @@ class Tape:
             gradients: values and their gradients.
         """
         forward = [call for call in self.calls[first:] if call.phase == "forward"]
+        self._differentiated.update([value.index for value, _ in gradients if not value.kind])
         self._belonging.end_backward(forward, gradients)
 
     def update(self, param: Value, gradient: Sequence[Value], found_inf: Value | None) -> None:
@@ -182,9 +185,10 @@ class Tape:
     def start_later(self) -> None:
         """From here on, operators on gradients belong to the update, and all others to the forward, maybe of another
         backward."""
-        self.phase, self._later, self._first = "update", True, len(self.values)
+        self.phase, self._later = "update", True
         for value in self.values:
-            value.edge = None
+            if value.kind == "param" or value.index in self._differentiated:
+                value.edge = None
 
     # What tensors show.
 
@@ -382,7 +386,8 @@ class Tape:
         seed: int | None = None,
     ) -> tuple[RecordedCall, Value | None]:
         if self._later:
-            self.phase = "update" if any(v.phase != "forward" for v in inputs) else "forward"
+            of_gradients = any(v.phase != "forward" and not v.kind for v in inputs)
+            self.phase = "update" if of_gradients else "forward"
         source, scope = self._origin(inputs)
         call = RecordedCall(type, inputs, operands, args, scope, self.phase, seed, self._line(source, inputs))
         if self._named and self.phase == "forward":

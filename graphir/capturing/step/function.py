@@ -5,36 +5,37 @@
     p.grad of an earlier step ──zero_grad()──▶ None ──backward()──▶ the gradient ──clip_grad_norm_──▶ what is read
 
 A backward is recorded as that of a step with a loss is, and leaves the gradients in ``p.grad``. Operators on gradients
-belong to the update. The update itself is one operator for each parameter, which build adds: ``optimizer.step()`` notes
-what it reads.
+belong to the update, and so do operators on state alone, such as an average of the weights. The step of an optimizer is
+one update for each parameter that has a gradient. What comes behind reads the parameters' next versions.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch.nn.utils import clip_grad
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 from torch.utils import _pytree as pytree
 
 from ...errors import CaptureError, TrainingWarning, counted, warn
 from ...ir.program import Gathered, Scalar
 from ..intake.found import StepFunction
-from ..intake.options import LossScaler, read_loss_scale
 from ..intake.structures import named_leaves
 from ..isolate.functions import Handlers
 from ..isolate.patches import replaced
 from ..record.extents import plain
 from ..record.recorder import Recorder
 from ..record.values import RecordedCall, Value
+from .averaging import averaging
 from .backward import backward
-from .gradients import Finished, fake_scaler, name_norms, scale_loss, unscaled, update
+from .clipping import Originals, clipping_named
+from .gradients import Finished, update
 from .micro_batches import early
 from .recorded_step import Outcome, Recording
+from .scaling import Scaling
 
 __all__ = ["FunctionRun", "warn_of_unread"]
 
@@ -50,32 +51,41 @@ class FunctionRun:
         function: itself.
         recorder: records it.
         fakes: of its parameters and buffers, by the ``id`` of each.
+        on_cuda: says whether it is recorded for CUDA.
     """
 
-    def __init__(self, function: StepFunction, recorder: Recorder, fakes: Mapping[int, torch.Tensor]) -> None:
-        self._function, self._recorder, self._fakes = function, recorder, fakes
+    def __init__(
+        self,
+        function: StepFunction,
+        recorder: Recorder,
+        fakes: Mapping[int, torch.Tensor],
+        on_cuda: Callable[[], bool],
+    ) -> None:
+        self._function, self._recorder, self._fakes, self._on_cuda = function, recorder, fakes, on_cuda
         self._losses: list[Value] = []
         self._activations: list[tuple[Value, Value]] = []
         self._parts: list[tuple[Value, Value]] = []
         self._sums: dict[int, tuple[Value, Value]] = {}
+        self._whole: list[tuple[Value, Value]] = []
+        self._begun: int | None = None
         self._last = 0
         self._added_to: list[Value] = []
-        self._finished: list[tuple[Value, Value]] | None = None
-        self._stepped = 0
+        self._finished: list[tuple[Value, Value]] = []
+        self._steps = False
         self._earlier: set[int] = set()
-        self._originals: dict[int, Value] = {}
-        self._scaled: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._found_inf: Value | None = None
-        self._rescaled = False
-        self._scaler: LossScaler | None = None
+        self._originals = Originals()
+        self._scaling: Scaling | None = None
         if function.scaler is not None:
-            scaler = read_loss_scale(function.scaler, function.optimizer is not None)
-            assert isinstance(scaler, LossScaler)
-            self._scaler = fake_scaler(scaler, recorder)
+            steps = bool(function.optimizers)
+            self._scaling = Scaling(function.scaler, steps, recorder, self._originals, self._refuse_sparse)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the function returns."""
         return self._function.call(*args, **kwargs)
+
+    def standing(self, tensor: Any) -> Any:
+        """The fake in the place of a parameter or buffer: a list or a closure may hold the parameter itself."""
+        return self._fakes.get(id(tensor), tensor)
 
     def handlers(self) -> Handlers:
         """What runs in the place of torch's functions."""
@@ -83,24 +93,26 @@ class FunctionRun:
             torch.Tensor.backward: self._backward,
             torch.autograd.backward: self._backward_of,
             torch.Tensor.zero_: self._zero,
+            torch._foreach_lerp_: _lerp_each,
         }
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """While this is active, the optimizer has fakes for parameters, and these the gradients of an earlier step."""
-        optimizers = [] if self._function.optimizer is None else [self._function.optimizer]
+        """While this is active, optimizers have fakes for parameters, and these the gradients of an earlier step."""
+        optimizers = list(self._function.optimizers.values())
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         saved = [list(group["params"]) for group in groups]
         patched: list[tuple[Any, Mapping[str, Any]]] = [(o, {"step": self._step_of(o)}) for o in optimizers]
-        if self._function.scaler is not None:
-            patched.append((self._function.scaler, self._scaling()))
+        if self._scaling is not None:
+            patched.append((self._function.scaler, self._scaling.methods()))
         own = [(vars(of), {name: vars(of)[name] for name in names if name in vars(of)}) for of, names in patched]
         params = [fake for fake in self._fakes.values() if fake.requires_grad]
         stack = contextlib.ExitStack()
         try:
             for scheduler in _schedulers(LRScheduler):
                 stack.enter_context(replaced(scheduler, {"step": self._scheduled()}))
-            stack.enter_context(_within_clip_grad(self._clipping()))
+            stack.enter_context(replaced(AveragedModel, {"update_parameters": averaging(self._on_cuda)}))
+            stack.enter_context(clipping_named(self._recorder, self._originals, self._refuse_sparse))
             for group, real in zip(groups, saved, strict=True):
                 group["params"][:] = [self._fakes.get(id(param), param) for param in real]
             for of, methods in patched:
@@ -155,21 +167,16 @@ class FunctionRun:
                 where=recorder.here(),
                 fix="call torch.autograd.grad, for gradients of gradients with create_graph=True, before the backward",
             )
-        if self._finished is not None:
-            raise CaptureError(
-                "the step calls backward after the optimizer's step",
-                where=recorder.here(),
-                fix="compute all gradients before the step",
-            )
         recorder.end_forward()
         with recorder.unseen():
-            unscaled_loss = next((before for scaled, before in self._scaled if scaled is loss), loss)
-            value = recorder.read(unscaled_loss)
+            unscaled = loss if self._scaling is None else self._scaling.unscaled(loss)
+            value = recorder.read(unscaled)
             if value.kind or value.is_view:
-                value = recorder.apply(_aten.clone.default, unscaled_loss)
+                value = recorder.apply(_aten.clone.default, unscaled)
         value.claim = value.claim or "loss"
         self._losses.append(value)
         self._last = len(recorder.calls)
+        self._begun = self._last if self._begun is None else self._begun
         found = backward(
             loss,
             recorder,
@@ -211,91 +218,13 @@ class FunctionRun:
         self._sums[param.index] = param, grad
         fake.grad = recorder.window(grad)
 
-    def _clipping(self) -> dict[str, Callable[..., Any]]:
-        """Parts of ``clip_grad_norm_``, in its for-loop form, whose values are named after gradients."""
-        total_norm, clip = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
-
-        def named_norm(
-            tensors: Any, norm_type: float = 2.0, error: bool = False, foreach: object = None
-        ) -> torch.Tensor:
-            grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-            with self._recorder.unseen():
-                of = {value.index: self._originals.get(value.index, value) for value in map(self._recorder.read, grads)}
-            first = len(self._recorder.calls)
-            total = total_norm(grads, norm_type, error, False)
-            with self._recorder.unseen():
-                name_norms(self._recorder.calls[first:], of, self._recorder.read(total))
-                for call in self._recorder.calls[first:]:
-                    if all(value.source is None for value in call.outputs):
-                        call.scope = ""  # the call belongs to all parameters
-            return total
-
-        def named_clip(params: Any, max_norm: float, norm: torch.Tensor, foreach: object = None) -> None:
-            given = [params] if isinstance(params, torch.Tensor) else list(params)
-            grads = [param.grad for param in given if param.grad is not None]
-            first = len(self._recorder.calls)
-            with self._recorder.unseen():
-                before = [self._recorder.read(grad) for grad in grads]
-            clip(given, max_norm, norm, False)
-            with self._recorder.unseen():
-                for grad, value in zip(grads, before, strict=True):
-                    self._name(self._recorder.read(grad), "clipped", value)
-                for call in self._recorder.calls[first:]:
-                    for made in call.outputs:
-                        if made.source is None and made.claim is None:
-                            made.claim, call.scope = f"grad_norm.{made.label}", ""
-
-        return {"_get_total_norm": named_norm, "_clip_grads_with_norm_": named_clip}
-
-    def _name(self, value: Value, label: str, of: Value) -> None:
-        original = self._originals.get(of.index, of)
-        value.source, value.label = original, label
-        self._originals[value.index] = original
-
-    def _scaling(self) -> dict[str, Callable[..., Any]]:
-        """The methods of a gradient scaler, whose scale is a blob of the program."""
-        recorder, scaler = self._recorder, self._scaler
-        assert scaler is not None
-
-        def scale(loss: torch.Tensor) -> torch.Tensor:
-            if not isinstance(loss, torch.Tensor):
-                raise CaptureError("the scaler is given several losses", where=recorder.here(), fix="scale their sum")
-            scaled = scale_loss(loss, scaler)
-            self._scaled.append((scaled, loss))
-            recorder.read(scaled).claim = "loss.scaled"
-            return scaled
-
-        def unscale(optimizer: torch.optim.Optimizer) -> None:
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            params = [param for param in params if param.grad is not None]
-            first = len(recorder.calls)
-            with recorder.unseen():
-                pairs = [(recorder.read(param).root, recorder.read(param.grad)) for param in params]
-            with torch.no_grad():
-                made, self._found_inf = unscaled(pairs, scaler, recorder)
-            with recorder.unseen():
-                for param, (_, before), value in zip(params, pairs, made, strict=True):
-                    param.grad = recorder.window(value)
-                    self._originals[value.index] = before
-            for call in recorder.calls[first:]:
-                if all(value.source is None for value in call.outputs):
-                    call.scope = ""  # the call belongs to all parameters
-
-        def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-            if self._found_inf is None:
-                unscale(optimizer)
-            optimizer.step(*args, **kwargs)
-
-        def update(new_scale: object = None) -> None:
-            if new_scale is not None or self._found_inf is None:
-                raise CaptureError(
-                    "the scaler is given a scale, or updated before its step",
-                    where=recorder.here(),
-                    fix="call scaler.step(optimizer) and then scaler.update()",
-                )
-            self._rescaled = True
-
-        return {"scale": scale, "unscale_": unscale, "step": step, "update": update, "get_scale": lambda: scaler.scale}
+    def _refuse_sparse(self, what: str) -> None:
+        for index in self._recorder.sparse.gradients:
+            raise CaptureError(
+                f"{what} is called, but {self._recorder.values[index].label!r} has a sparse gradient",
+                where=self._recorder.here(),
+                fix="use sparse=False, or leave the call out",
+            )
 
     def _scheduled(self) -> Callable[..., None]:
         def step(scheduler: object, *args: Any, **kwargs: Any) -> None:
@@ -328,19 +257,15 @@ class FunctionRun:
                     where=self._recorder.here(),
                     fix="compute the loss and its backward before the step; for LBFGS see graphir.place",
                 )
-            if self._finished is not None:
-                raise CaptureError(
-                    "the step calls the step of an optimizer a second time",
-                    where=self._recorder.here(),
-                    fix="give one optimizer all parameters, in groups",
-                )
-            finished = []
+            finished, params = [], []
             with self._recorder.unseen():
                 for group in optimizer.param_groups:
                     for param in group["params"]:
+                        value = self._recorder.read(param).root
+                        params.append(value.label)
                         if param.grad is None:
                             continue
-                        value, grad = self._recorder.read(param).root, self._recorder.read(param.grad)
+                        grad = self._recorder.read(param.grad)
                         if grad.index in self._earlier:
                             raise CaptureError(
                                 f"the step updates {value.label!r} by the gradient that an earlier step has left",
@@ -348,8 +273,12 @@ class FunctionRun:
                                 fix="call optimizer.zero_grad() before the backward",
                             )
                         finished.append((value, grad))
-                update([self._recorder.read(param).label for group in optimizer.param_groups for param in group["params"]], Finished(finished, self._found_inf), self._recorder)
-            self._finished, self._stepped = finished, len(self._recorder.calls)
+            skips = None if self._scaling is None else self._scaling.skips
+            update(params, Finished(finished, skips), self._recorder)
+            self._recorder.start_later()
+            self._whole += [self._sums[value.index] for value, _ in finished if value.index in self._sums]
+            self._finished += finished
+            self._steps = True
 
         return step
 
@@ -364,8 +293,10 @@ class FunctionRun:
         recorder = self._recorder
         self._begin_as_it_ends()
         self._check(recorder.calls)
-        if self._found_inf is not None and not self._rescaled:
-            raise CaptureError("the step does not update its scaler", fix="call scaler.update() after its step")
+        if self._scaling is not None:
+            self._scaling.check_end()
+        if self._begun is not None:
+            _settle(recorder.calls[self._begun :])
         recorder.calls[self._last :] = _in_order(recorder.calls[self._last :])
         leaves, spec = pytree.tree_flatten(returned)
         with recorder.unseen():
@@ -379,17 +310,17 @@ class FunctionRun:
                 value.claim = name.strip(".") or None
         loss = self._losses[0] if len(self._losses) == 1 else None
         alone = isinstance(returned, torch.Tensor) and loss is not None and values[0] is loss
-        of_params = list(self._sums.values())
-        last = {gradient.index for _, gradient in of_params}
+        whole = {gradient.index: (param, gradient) for param, gradient in (*self._whole, *self._sums.values())}
+        of_params = list(whole.values())
         return Outcome(
             loss=loss,
             returned=() if alone else values,
             results=None if alone else spec,
             gathered=() if alone else _gathered(values, self._losses, of_params),
-            steps=self._finished is not None,
+            steps=self._steps,
             gradients=[*of_params, *self._activations],
-            parts=[(param, gradient) for param, gradient in self._parts if gradient.index not in last],
-            finished=Finished(self._finished if self._finished is not None else of_params, self._found_inf),
+            parts=[(param, gradient) for param, gradient in self._parts if gradient.index not in whole],
+            finished=Finished(self._finished if self._steps else of_params),
         )
 
     def _begin_as_it_ends(self) -> None:
@@ -428,35 +359,13 @@ class FunctionRun:
         )
 
     def _check(self, calls: Sequence[RecordedCall]) -> None:
-        updated = {value.root.index for value, _ in self._finished or ()}
-        for i, call in enumerate(calls):
+        for call in calls:
             for value in call.inputs:
                 if value.root.index in self._earlier:
                     raise CaptureError(
                         f"the step reads {value.root.label!r}, which an earlier step has left",
                         fix="read gradients between the backward and the next zero_grad()",
                     )
-                if self._finished is not None and i >= self._stepped and value.root.index in updated:
-                    raise CaptureError(
-                        f"the step reads {value.root.label!r} after the optimizer's step",
-                        fix="read parameters before optimizer.step(), or in the next step",
-                    )
-
-
-@contextlib.contextmanager
-def _within_clip_grad(parts: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """While this is active, ``clip_grad_norm_`` calls these functions, in this thread: users hold it under any name."""
-    table, mine, current = vars(clip_grad), threading.get_ident(), threading.get_ident
-    before = {name: table[name] for name in parts}
-
-    def either(name: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: (parts if current() == mine else before)[name](*args, **kwargs)
-
-    try:
-        table.update({name: either(name) for name in parts})
-        yield
-    finally:
-        table.update(before)
 
 
 def _schedulers(cls: type) -> Iterator[type]:
@@ -466,6 +375,29 @@ def _schedulers(cls: type) -> Iterator[type]:
     subclasses: list[type] = cls.__subclasses__()
     for other in subclasses:
         yield from _schedulers(other)
+
+
+def _lerp_each(function: Callable[..., Any], tensors: Any, ends: Any, weight: Any) -> None:
+    """``_foreach_lerp_`` whose weight is a tensor, out of which torch reads a number."""
+    if isinstance(weight, torch.Tensor):
+        for tensor, end in zip(tensors, ends, strict=True):
+            tensor.lerp_(end, weight)
+    else:
+        function(tensors, ends, weight)
+
+
+def _settle(calls: Sequence[RecordedCall]) -> None:
+    """Let calls on state alone belong to the update, if they are outside of modules, and neither the forward nor a
+    backward reads what they make."""
+    read: set[int] = set()
+    for call in reversed(calls):
+        alone = not call.scope and call.seed is None and not any(value.follows_input for value in call.inputs)
+        if call.phase == "forward" and alone and not any(value.index in read for value in call.outputs):
+            call.phase, call.scope = "update", next((value.scope for value in call.inputs if value.scope), "")
+            for value in call.outputs:
+                value.phase = "update"
+        elif call.phase != "update":
+            read.update([value.index for value in call.inputs])
 
 
 def warn_of_unread(recording: Recording) -> None:

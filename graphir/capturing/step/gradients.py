@@ -3,7 +3,7 @@
 ::
 
     fc.weight_grad ──▶ fc.weight_grad.unscaled ──▶ fc.weight_grad.clipped ──▶ update of fc.weight
-                └────▶ fc.weight_grad.found_inf ──▶ found_inf ──▶ every update, the next loss scale
+                └────▶ fc.weight_grad.found_inf ──▶ found_inf ──▶ every update, then the next loss scale
 
 Torch's own operators are recorded in the phase ``update``. Replicas run them on the reduced gradients, so that all
 replicas do the same.
@@ -28,6 +28,7 @@ __all__ = [
     "finish_gradients",
     "name_norms",
     "refuse_sparse",
+    "rescale",
     "scale_loss",
     "unscaled",
     "update",
@@ -122,6 +123,7 @@ def finish_gradients(
 
 def update(params: Sequence[str], finished: Finished, recorder: Recorder) -> None:
     """Record the updates of parameters, in this order, but of those without a gradient."""
+    given: dict[str, tuple[Value, tuple[Value, ...]]]
     given = {param.label: (param, (gradient,)) for param, gradient in finished.gradients}
     for index, pair in recorder.sparse.gradients.items():
         param = recorder.values[index]
@@ -155,7 +157,7 @@ def _refuse_half(gradients: Sequence[tuple[Value, Value]]) -> None:
 def unscaled(
     gradients: Sequence[tuple[Value, Value]], scaler: LossScaler, recorder: Recorder
 ) -> tuple[list[Value], Value]:
-    """``GradScaler.unscale_`` and ``GradScaler.update``: the unscaled gradients, and whether to skip the updates.
+    """``GradScaler.unscale_``: the unscaled gradients, and whether to skip the updates.
 
     Raises:
         CaptureError: the scaler would not unscale a gradient.
@@ -175,16 +177,21 @@ def unscaled(
         made.append(_called(recorder.read(tensor), "unscaled", of=gradient))
     together = torch.stack(found)
     _called(recorder.read(together), "found_infs")
-    any_found = together.amax()
-    _aten._amp_update_scale_.default(
-        scaler.scale,
-        scaler.growth_tracker,
-        any_found,
-        scaler.growth_factor,
-        scaler.backoff_factor,
-        scaler.growth_interval,
-    )
-    return made, _called(recorder.read(any_found), "found_inf")
+    return made, _called(recorder.read(together.amax()), "found_inf")
+
+
+def rescale(scaler: LossScaler, found: Sequence[Value], recorder: Recorder) -> None:
+    """``GradScaler.update``: the next scale, after whether the gradients of some optimizer were infinite or NaN."""
+    with torch.no_grad():
+        first, *others = map(recorder.window, found)
+        _aten._amp_update_scale_.default(
+            scaler.scale,
+            scaler.growth_tracker,
+            sum(others, first),
+            scaler.growth_factor,
+            scaler.backoff_factor,
+            scaler.growth_interval,
+        )
 
 
 def _clip(

@@ -42,7 +42,7 @@ from ..words.libraries import remedy
 from ..words.places import where
 from .backward import backward
 from .function import FunctionRun
-from .gradients import Finished, fake_scaler, finish_gradients, refuse_sparse, scale_loss, update
+from .gradients import Finished, fake_scaler, finish_gradients, refuse_sparse, rescale, scale_loss, update
 from .micro_batches import Sums, micro_batch, prefix_of_micro_batch
 from .output_gradients import joint_backward
 from .recorded_step import Outcome, Recording
@@ -121,7 +121,9 @@ def run(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> tuple[Re
         scale = step.options.loss_scale
         if isinstance(scale, LossScaler):
             scale = fake_scaler(scale, recorder)
-    function = None if step.function is None else FunctionRun(step.function, recorder, fakes)
+    function = None
+    if step.function is not None:
+        function = FunctionRun(step.function, recorder, fakes, lambda: step.target.is_cuda)
     functions = TorchFunctions(
         moves(),
         recorder.exchanges(),
@@ -130,6 +132,7 @@ def run(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> tuple[Re
         sequences(scopes, recorder.held_by),
         fast_paths(scopes.here),
         {} if function is None else function.handlers(),
+        standing=None if function is None else function.standing,
     )
     grad = torch.enable_grad() if step.loss is not None or step.joint else contextlib.nullcontext()
     with (
@@ -260,6 +263,8 @@ def _training(
         finished = finish_gradients(used, step.options, scale, recorder)
     if step.trained is not None:
         update(step.trained, finished, recorder)
+    if isinstance(scale, LossScaler) and finished.found_inf is not None:
+        rescale(scale, [finished.found_inf], recorder)
     return Outcome(loss=sums.loss, gradients=[*of_params, *of_activations], parts=sums.parts, finished=finished)
 
 

@@ -182,6 +182,7 @@ def _interface(reader: Lines, line: Line) -> Interface:
     line.end()
     feeds: list[Slot] = []
     fetches: list[Slot] = []
+    optimizers: list[str] = []
     groups: list[ParamGroup] = []
     gradients: dict[str, str] = {}
     module_state: dict[str, str] = {}
@@ -199,6 +200,7 @@ def _interface(reader: Lines, line: Line) -> Interface:
                 fetches=tuple(fetches),
                 gradients=gradients,
                 module_state=module_state,
+                optimizers=tuple(optimizers),
                 optimizer_state=optimizer_state,
                 param_groups=tuple(groups),
                 placed=placed,
@@ -207,8 +209,10 @@ def _interface(reader: Lines, line: Line) -> Interface:
             )
         if word in ("arguments", "results"):
             others[word] = line.raw()
-        elif word in ("loss", "optimizer"):
+        elif word == "loss":
             others[word] = line.name()
+        elif word == "optimizer":
+            optimizers.append(line.name())
         elif word == "one_replica":
             others[word] = True
         elif word == "differentiable":
@@ -224,7 +228,9 @@ def _interface(reader: Lines, line: Line) -> Interface:
             name, blob = line.renamed(str)
             module_state[name] = blob
         elif word == "group":
-            groups.append(_group(line))
+            if not optimizers:
+                raise line.error("a group belongs to no optimizer", "write optimizer CLASS before its groups")
+            groups.append(_group(line, len(optimizers) - 1))
         elif word == "state":
             param = line.name()
             optimizer_state[param] = _optimizer_state(line, param)
@@ -274,7 +280,7 @@ def _scalar(line: Line) -> Scalar:
     raise line.error("expected a number, a string, true, false or none", "lists and sizes cannot stand here")
 
 
-def _group(line: Line) -> ParamGroup:
+def _group(line: Line, optimizer: int) -> ParamGroup:
     lr, numbers = line.name(), dict[str, str]()
     while line.accept(","):
         name, blob = line.renamed(str)
@@ -282,7 +288,7 @@ def _group(line: Line) -> ParamGroup:
     line.expect("{", "write group LR, NUMBER, … {name=value, …} = PARAM, …")
     options = cast("dict[str, Scalar | tuple[Scalar, ...]]", line.assignments(line.value, "}"))
     line.expect("=", "write group LR, NUMBER, … {name=value, …} = PARAM, …")
-    return ParamGroup(lr, line.names(), options, numbers)
+    return ParamGroup(lr, line.names(), options, numbers, optimizer)
 
 
 def _optimizer_state(line: Line, param: str) -> dict[str, str]:

@@ -158,12 +158,14 @@ def _interface(interface: Interface) -> Iterator[str]:
         yield f"  gradient {_renamed(param, gradient, f'{param}_grad')}"
     for name, blob in interface.module_state.items():
         yield f"  module {_renamed(name, blob, name)}"
-    if interface.optimizer:
-        yield f"  optimizer {quoted(interface.optimizer)}"
-    for group in interface.param_groups:
-        params = ", ".join(map(quoted, group.params))
-        numbers = [f", {_renamed(name, blob, name)}" for name, blob in group.numbers.items()]
-        yield f"  group {quoted(group.lr)}{''.join(numbers)} {{{_assignments(group.options)}}} = {params}".rstrip()
+    for i, optimizer in enumerate(interface.optimizers):
+        yield f"  optimizer {quoted(optimizer)}"
+        for group in interface.param_groups:
+            if group.optimizer == i:
+                params = ", ".join(map(quoted, group.params))
+                numbers = [f", {_renamed(name, blob, name)}" for name, blob in group.numbers.items()]
+                options = _assignments(group.options)
+                yield f"  group {quoted(group.lr)}{''.join(numbers)} {{{options}}} = {params}".rstrip()
     for param, states in interface.optimizer_state.items():
         parts = (_renamed(name, blob, f"{param}.{name}") for name, blob in states.items())
         yield f"  state {quoted(param)} : {', '.join(parts)}".rstrip()

@@ -160,6 +160,8 @@ def _interface(program: Program) -> Iterator[Problem]:
         program, [name for names in before.values() for name in names], [n for names in after.values() for n in names]
     )
     for group in interface.param_groups:
+        if not 0 <= group.optimizer < len(interface.optimizers):
+            yield Problem(f"the group of {group.lr!r} belongs to optimizer {group.optimizer}, which is not there")
         for name in group.blobs:
             number, kind = program.step.blobs.get(name), "learning rate" if name == group.lr else "number"
             if number is None or name not in given:

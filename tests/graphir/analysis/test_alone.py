@@ -54,7 +54,7 @@ def split(program: Program, kind: str, blocks: list[int]) -> Program:
 def parked(program: Program, place: str) -> Program:
     replicated = passes.replicate(program, [0, 1])
     state = "**.momentum_buffer"
-    return passes.park(replicated, state, place) if program.interface.optimizer else replicated
+    return passes.park(replicated, state, place) if program.interface.optimizers else replicated
 
 
 PLACED: dict[str, Callable[[Program], Program]] = {

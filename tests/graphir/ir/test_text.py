@@ -211,7 +211,7 @@ def test_interfaces_come_back():
         fetches=(Slot("a", 0), Slot("b"), Slot(None, None, 3), Slot(None), Slot(None, None, "a # b")),
         results="not\njson",
         module_state={"fc.weight": "fc.weight", "tied.weight": "fc.weight"},
-        optimizer="AdamW",
+        optimizers=("AdamW",),
         optimizer_state={"fc.weight": {"exp_avg": "fc.weight.exp_avg", "step": "steps"}, "fc.bias": {}},
         param_groups=(
             ParamGroup("lr", ("fc.weight",), {"lr": 0.1, "betas": (0.9, 0.999), "fused": None, "name": "a, b}"}),
