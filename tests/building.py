@@ -393,7 +393,7 @@ class ProgramBuilder(Emitter):
             feeds=tuple(Slot(n, 0) for n in inputs),
             loss=self.loss_blob,
             module_state={n: n for n in self.external if self.blobs[n].role in ("param", "buffer")},
-            optimizer="SGD" if training else "",
+            optimizers=("SGD",) if training else (),
             optimizer_state={p: {"momentum_buffer": f"{p}.momentum_buffer"} for p in trained} if training else {},
             param_groups=(ParamGroup("lr", trained, options),) if training else (),
         )

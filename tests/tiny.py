@@ -78,7 +78,7 @@ def program() -> Program:
             feeds=(Slot("x", 0),),
             loss="loss",
             module_state={"w": "w", "count": "count"},
-            optimizer="SGD",
+            optimizers=("SGD",),
             optimizer_state={"w": {"momentum_buffer": "m"}},
             param_groups=(ParamGroup("lr", ("w",), {"lr": 0.1}),),
         ),
