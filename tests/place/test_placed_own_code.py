@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import random
 import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy
@@ -618,3 +620,142 @@ def test_graphs_go_with_their_calls() -> None:
     with torch.no_grad():
         twin(X)
     assert kept() == 0
+
+
+class Book(Layer):
+    """Resets itself at large numbers, which the code says in words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("resets", torch.zeros(()))
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        large = x.abs().max().item() > 20
+        if large:
+            self.layer.weight.data.mul_(0.5)
+            self.resets += 1
+            self.scale *= 2
+        return self.layer(x) * self.scale, ("reset" if large else "kept")
+
+
+class Raises(Layer):
+    """Ends training where numbers are too large, after it has drawn one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.bias.data.add_(float(x.abs().max().item() > 20))
+        if x.abs().max().item() > 20:
+            raise ValueError(f"too large, {random.random()}")
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def test_own_code_runs_once_where_a_plan_fails_behind_it() -> None:
+    class Reads(Within):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(F.dropout(self.last(self.first(x)), 0.5))[0]  # type: ignore[no-any-return]
+
+    model, twin = pair(Book, Reads)
+    given = torch.randn(6, 8) * 1000
+    for net in (model, twin):
+        torch.manual_seed(1)
+        number = int(torch.randint(2**62, ()))
+        torch.manual_seed(1)
+        with graphir.seeded(number) if net is model else pytest.warns(EagerWarning, match="other things that are no"):
+            found = net(given)
+        found.square().sum().backward()
+        assert net.inner.scale == 2.0 and net.inner.resets == 1  # type: ignore[union-attr]
+    assert same(gradients(twin), gradients(model))
+    assert all(map(torch.equal, twin.parameters(), model.parameters()))
+
+
+def test_an_exception_of_own_code_is_raised_once() -> None:
+    model, twin = pair(Raises)
+    for net in (model, twin):
+        random.seed(0)
+        with pytest.raises(ValueError, match=r"too large, 0\.844421851525048"):
+            net(X * 1000)
+        assert random.random() == 0.7579544029403025
+    assert all(map(torch.equal, twin.parameters(), model.parameters()))
+
+
+AUX: list[Tensor] = []
+
+
+class HandsOn(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.layer(x)
+        if x.sum().item() > -1e9:
+            AUX.append(found.square().mean())
+        return found  # type: ignore[no-any-return]
+
+
+class Marks(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.layer(x) * (x.sum().item() > -1e9)
+        found.mark = 2
+        return found  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (HandsOn, "something beside its outputs keeps its graph: a global.*let the module return what it changes"),
+        (Marks, "it sets an attribute of a tensor that it returns"),
+    ],
+)
+def test_what_is_handed_on_beside_the_outputs_is_refused(kind: type[nn.Module], why: str) -> None:
+    with pytest.raises(CaptureError, match=f"(?s){why}"):
+        graphir.place(Within(kind()), (X,), device_map={"first": 0, "last": 1, "inner": 1})
+    AUX.clear()
+
+
+def test_arguments_that_are_one_tensor_stay_one() -> None:
+    class Compares(Layer):
+        def forward(self, q: Tensor, k: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+            factor = (1 if q is k else 3) * (1 if weight is self.layer.weight else 5) * (q.sum().item() > -1e9)
+            return self.layer(q) * factor + k * weight.sum()
+
+    class Twice(Within):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.last(self.first(x))
+            return self.inner(h, h, self.inner.layer.weight)  # type: ignore[no-any-return,union-attr]
+
+    model, twin = pair(Compares, Twice)
+    for net in (model, twin):
+        net(X).square().sum().backward()
+    assert torch.equal(twin(X), model(X))
+    assert torch.equal(twin.inner.layer.weight.grad, model.inner.layer.weight.grad)  # type: ignore[union-attr,arg-type]
+
+
+def test_a_net_is_frozen_between_its_forward_and_its_backward() -> None:
+    _, twin = pair(Layer)
+    x = X.clone().requires_grad_()
+    loss = twin(x).sum()
+    twin.requires_grad_(False)
+    loss.backward()
+    assert x.grad is not None and all(param.grad is None for param in twin.inner.parameters())
+
+
+def test_hooks_of_parameters_are_called_in_every_thread() -> None:
+    _, twin = pair(Layer)
+    called: list[int] = []
+    twin.inner.layer.weight.register_hook(lambda _: called.append(1))  # type: ignore[union-attr,operator]
+
+    def run(_: int) -> None:
+        for _ in range(50):
+            torch.autograd.grad(twin(X).sum(), list(twin.parameters()))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(run, range(4)))
+    assert len(called) == 200
+
+
+def test_what_a_forward_changes_around_the_model_is_told() -> None:
+    class Counts(Within):
+        def forward(self, x: Tensor) -> Tensor:
+            AUX.append(x.shape[0])  # type: ignore[arg-type]
+            return self.last(self.first(x))  # type: ignore[no-any-return]
+
+    with pytest.warns(EagerWarning, match="a forward in Counts changes 'AUX', which a plan does not do"):
+        graphir.place(Counts(Layer()), (X,))
+    assert AUX == []

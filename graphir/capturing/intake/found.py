@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, Final, NamedTuple, TypeVar
@@ -15,7 +15,7 @@ from ...errors import CaptureError
 from ..isolate.around import Around, globals_of
 from ..isolate.containers import is_pythons
 
-__all__ = ["StepFunction", "read_function"]
+__all__ = ["StepFunction", "around_of", "read_function"]
 
 _T = TypeVar("_T")
 
@@ -88,6 +88,15 @@ def read_function(function: Callable[..., Any], stateful: object = ()) -> StepFu
     return StepFunction(function, model, optimizers, scaler, search.around, set())
 
 
+def around_of(functions: Iterable[Callable[..., Any]]) -> Around:
+    """The globals and cells that functions name, and the containers and objects there."""
+    search = _Search(None)
+    for function in functions:
+        for _ in search.within("", function, 1):
+            pass
+    return search.around
+
+
 def _name_of(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
@@ -128,13 +137,13 @@ class _Search:
     """Looks for what has state.
 
     Args:
-        function: begins there.
+        function: begins there; None: whoever asks says where.
 
     Attributes:
         around: all that it has looked into.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any] | None) -> None:
         self._function = function
         self.around = Around()
         self._seen: set[int] = set()
@@ -142,14 +151,15 @@ class _Search:
     def found(self) -> Iterator[tuple[str, Any]]:
         """Each module and optimizer once, by a name that no other one has."""
         taken: set[str] = set()
-        for name, value in self._within("", self._function, _DEPTH):
+        for name, value in self.within("", self._function, _DEPTH):
             base, count = name or type(value).__name__.lower(), 1
             while name in taken or not name:
                 name, count = f"{base}_{count}" if name else base, count + 1
             taken.add(name)
             yield name, value
 
-    def _within(self, name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    def within(self, name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+        """The modules and optimizers in a value, so many objects deep, by the names that others have for them."""
         if isinstance(value, (str, bytes, int, float, complex, type(None), type, torch.Tensor)) or depth < 0:
             return
         if id(value) in self._seen:
@@ -161,7 +171,7 @@ class _Search:
         # A partial or a bound method does not count as an object on the way.
         depth -= not isinstance(value, (MethodType, partial))
         for key, inner in self._parts(name, value):
-            yield from self._within(key or name, inner, depth)
+            yield from self.within(key or name, inner, depth)
 
     def _parts(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, MethodType):

@@ -69,23 +69,29 @@ class Around:
         Raises:
             CaptureError: something was changed.
         """
+        with self.put_back() as changed:
+            yield
+        if changed:
+            raise CaptureError(
+                f"the step changes {changed[0]!r}, which a program would not do",
+                fix="return what is to be kept, and keep it between steps",
+            )
+
+    @contextlib.contextmanager
+    def put_back(self) -> Iterator[list[str]]:
+        """At the end, put everything back; the list has the name of the first thing that was changed."""
         values = [place.read() for place in self._places]
         contents = [items_of(container) for _, container in self._containers]
-        changed = ""
+        changed: list[str] = []
         try:
-            yield
-            changed = next(self._changed(values, contents), "")
+            yield changed
+            changed += list(self._changed(values, contents))[:1]
         finally:
             for place, value in zip(self._places, values, strict=True):
                 if place.read() is not value:
                     place.put(value)
             for (_, container), items in zip(self._containers, contents, strict=True):
                 fill(container, items)
-        if changed:
-            raise CaptureError(
-                f"the step changes {changed!r}, which a program would not do",
-                fix="return what is to be kept, and keep it between steps",
-            )
 
     def _changed(self, values: Sequence[Any], contents: Sequence[list[Any]]) -> Iterator[str]:
         for place, value in zip(self._places, values, strict=True):

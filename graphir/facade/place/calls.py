@@ -14,23 +14,20 @@ from torch.utils import _pytree as pytree
 from graphir.runtime.machine.surroundings import follow_forks
 
 from ...capturing.isolate.alone import BusyError
-from ...errors import CoverageError, EagerWarning, GraphirError, RecaptureWarning, RunError, SessionError, warn
+from ...errors import CoverageError, EagerWarning, GraphirError, RecaptureWarning, SessionError, warn
 from ...parallel.calls import watched
 from ..plan_cache import ModuleGuard, PlanCache, told
 from ..plan_cache.captures import Captures, Unfit
 from .across import across
 from .call import PlacedCall, read_call
-from .eager import EagerParts
+from .eager import LIBRARIES, EagerParts
 from .homes import Homes
-from .plans import PlacedPlans
+from .plans import Failed, PlacedPlans
 
 __all__ = ["PlacedCalls"]
 
 _MOST_PLANS: Final = 8
 """How many pairs of plans are kept; those not used for longest make room."""
-
-_LIBRARIES: Final = ("timm", "torch", "transformers")
-"""Whose hooks compute, and do nothing else: weight norm, gradients of inputs for checkpoints."""
 
 _MOST_KINDS: Final = 64
 """How many kinds of calls are told apart."""
@@ -47,12 +44,12 @@ class _Failed(Exception):
 
     Attributes:
         plans: themselves.
-        error: how.
+        failed: how.
     """
 
-    def __init__(self, plans: PlacedPlans, error: RunError) -> None:
-        super().__init__(error.what)
-        self.plans, self.error = plans, error
+    def __init__(self, plans: PlacedPlans, failed: Failed) -> None:
+        super().__init__(failed.error.what)
+        self.plans, self.failed = plans, failed
 
 
 class _Kind:
@@ -123,8 +120,8 @@ class PlacedCalls:
                 self._captures.calls += 1
                 return found
         except _Failed as e:  # what has failed is to fail in the model's own code, whose error says where
-            found = self.own(args, kwargs)
-            why = f"a plan has failed where this has not: {e.error.what}"
+            found = e.plans.go_on(e.failed, args, kwargs)
+            why = f"a plan has failed where this has not: {e.failed.error.what}"
             with self._lock:
                 self._cache.replace(e.plans, why)
             self._tell(why)
@@ -164,7 +161,7 @@ class PlacedCalls:
             raise Unfit("hooks are set for all modules")
         hooks = [hook for hook in guard.hooks_inside() if not isinstance(hook, bool)]
         for hook in hooks:
-            if _library_of(hook) not in _LIBRARIES:
+            if _library_of(hook) not in LIBRARIES:  # weight norm, gradients of inputs for checkpoints
                 raise Unfit("a module inside of it has hooks")
         return (*[module.training for module in guard.modules], *map(id, hooks))
 
@@ -184,7 +181,7 @@ class PlacedCalls:
                 found = plans(call)
             except CoverageError:
                 continue
-            except RunError as e:
+            except Failed as e:
                 raise _Failed(plans, e) from None
             self._cache.used(plans)
             return found
@@ -204,7 +201,7 @@ class PlacedCalls:
             warn(f"{self._name()} was captured anew: {told(changes)}", RecaptureWarning)
         try:
             return plans(call)
-        except RunError as e:
+        except Failed as e:
             raise _Failed(plans, e) from None
 
     def _made(self, guard: ModuleGuard, call: PlacedCall) -> PlacedPlans:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -69,16 +69,21 @@ def programs_of(
 def _refuse_attributes(program: Program, options: Mapping[str, Any]) -> None:
     """Refuse a model whose forward leaves something on it that its user may read: the plans would not."""
     assert isinstance(program.witness, StepWitness)  # it was captured here
+    computed = set(_computed_before(program.module))
     for name in program.witness.changed:
-        if (
-            isinstance(name, str)
-            and name not in options["allow_changes"]
-            and not name.rpartition(".")[2].startswith("_")
-        ):
+        if isinstance(name, str) and name not in options["allow_changes"] and name not in computed:
             raise CaptureError(
                 f"forward leaves {name!r} on the model, which a plan would not do",
                 fix=f"return it, or pass allow_changes=({name!r},) if nobody reads it",
             )
+
+
+def _computed_before(model: torch.nn.Module | None) -> Iterator[str]:
+    """The attributes that torch's weight norm and spectral norm compute before each forward of a module."""
+    for path, module in model.named_modules() if model is not None else ():
+        for hook in module._forward_pre_hooks.values():
+            if type(hook).__module__.startswith("torch.nn.utils.") and hasattr(hook, "name"):
+                yield f"{path}.{hook.name}" if path else str(hook.name)
 
 
 def each_once(program: Program) -> tuple[int, ...]:

@@ -17,18 +17,23 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from types import FunctionType
 from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...capturing.capture import capture
+from ...capturing.intake.found import around_of
 from ...capturing.words.places import module_of
 from ...errors import CaptureError, EagerWarning, counted, warn
 from ...ir.program import Program
-from .own_code import DRAWN_SEEDS, Graphs, OwnCode, read_own_call, seeded_alone, tried
+from .own_code import DRAWN_SEEDS, Done, Graphs, OwnCode, read_own_call, seeded_alone, tried
 
-__all__ = ["EagerParts"]
+__all__ = ["LIBRARIES", "EagerParts"]
+
+LIBRARIES: Final = ("timm", "torch", "transformers")
+"""Whose code computes, and does nothing else."""
 
 _MOST: Final = 0.5
 """The part of a model's parameters that may be in such modules: a model of more is rather not placed."""
@@ -63,8 +68,24 @@ class EagerParts:
                 own code cannot be an operator.
 
         Warns:
-            EagerWarning: says which modules run their own code, and why.
+            EagerWarning: says which modules run their own code, and why; or names what a forward changes around the
+                model, which no plan does.
         """
+        with around_of(self._forwards()).put_back() as changed:
+            program = self._captured(inputs, **options)
+        if changed:
+            name = type(self.model).__name__
+            warn(f"a forward in {name} changes {changed[0]!r}, which a plan does not do: return it", EagerWarning)
+        return program
+
+    def _forwards(self) -> list[Callable[..., Any]]:
+        """The forwards of users' classes that a capture runs."""
+        inside = {id(inner) for path in self._parts for inner in self.model.get_submodule(path).modules()}
+        kinds = dict.fromkeys([type(module) for module in self.model.modules() if id(module) not in inside])
+        written = [next(base for base in kind.__mro__ if _is_written(vars(base).get("forward"))) for kind in kinds]
+        return [vars(base)["forward"] for base in written if base.__module__.partition(".")[0] not in LIBRARIES]
+
+    def _captured(self, inputs: Sequence[Any], **options: Any) -> Program:
         refused: dict[str, CaptureError] = {}
         modules = dict(self.model.named_modules())
         self._parts = {path: part for path, part in self._parts.items() if part.is_of(modules.get(path))}
@@ -104,6 +125,15 @@ class EagerParts:
                 stack.enter_context(part.seeded())
             yield
 
+    @contextlib.contextmanager
+    def going_on(self, done: Sequence[Done]) -> Iterator[None]:
+        """While this is active, modules whose own code has run in a plan hand back what it has returned, and the others
+        draw as in :meth:`seeded`."""
+        with contextlib.ExitStack() as stack:
+            for part in self._parts.values():
+                stack.enter_context(part.going_on([each for each in done if part.is_of(each.call.module())]))
+            yield
+
     def _uncovered(self, error: CaptureError) -> dict[str, torch.nn.Module]:
         """The module where a capture ended, and all of its class; none where these are too much of the model."""
         modules = dict(self.model.named_modules())
@@ -115,6 +145,10 @@ class EagerParts:
         inside = [*found.values(), *[modules[p] for p in self._parts]]
         own = {id(param): param.numel() for module in inside for param in module.parameters()}
         return found if sum(own.values()) <= _MOST * sum([p.numel() for p in self.model.parameters()]) else {}
+
+
+def _is_written(forward: object) -> bool:
+    return isinstance(forward, FunctionType)
 
 
 class _Part:
@@ -144,8 +178,11 @@ class _Part:
 
     def error(self) -> CaptureError:
         """What says why the code cannot be an operator."""
-        what = f"{self._what}; and the module's own code cannot be an operator: {self.why_not()}"
-        return CaptureError(what, where=self._where, fix=f"{self._fix}; or let the module return what it changes")
+        why = self.why_not()
+        changes = any(word in why for word in ("it changes", "it overwrites", "it sets", "keeps its graph"))
+        own = "let the module return what it changes" if changes else "place the modules around it, each by itself"
+        what = f"{self._what}; and the module's own code cannot be an operator: {why}"
+        return CaptureError(what, where=self._where, fix=f"{self._fix}; or {own}")
 
     def copy(self) -> None:
         """Copy the module: what is being captured no other thread may run, and trials are made in another one.
@@ -157,7 +194,8 @@ class _Part:
         try:
             self._double = self.double()
         except Exception as e:
-            raise self._refused(e) from None
+            self._failed = f"it cannot be copied, for trials: {e}".partition("\n")[0]
+            raise self.error() from None
 
     def double(self) -> torch.nn.Module:
         """A copy of the module; one and the same while that is captured.
@@ -173,7 +211,8 @@ class _Part:
             raise RuntimeError("the module is gone")
         if "forward" in vars(module):
             raise RuntimeError("its forward was set on the module itself")
-        double = copy.deepcopy(module)
+        with torch.inference_mode(False):
+            double = copy.deepcopy(module)
         for inner in double.modules():
             if isinstance(inner, torch.nn.RNNBase):  # which looks whether its weights are others, and lists them anew
                 inner._init_flat_weights()
@@ -192,6 +231,10 @@ class _Part:
         """While this is active, the module's ``forward`` draws as its operator does, where that draws."""
         return self._replaced(self._forward_seeded)
 
+    def going_on(self, done: Sequence[Done]) -> AbstractContextManager[None]:
+        """While this is active, the module's ``forward`` hands back what its own code has *done*."""
+        return self._replaced(partial(self._forward_done, list(done)))
+
     @contextlib.contextmanager
     def _replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
         module = self._module()
@@ -205,8 +248,8 @@ class _Part:
             del vars(module)["forward"]
 
     def _forward(self, module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        call, operands = read_own_call(module, args, kwargs)
         try:
+            call, operands = read_own_call(module, args, kwargs)
             trial = tried(call, self.double(), operands)
             operator = self._operators.get(call.key)
             if operator is None:
@@ -228,6 +271,16 @@ class _Part:
             seed = torch.randint(DRAWN_SEEDS, (), device=operands[0].device)
         with _disable_current_modes() if seed is not None else contextlib.nullcontext(), seeded_alone(seed):
             return type(module).forward(module, *args, **kwargs)
+
+    def _forward_done(self, done: list[Done], module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if not done:
+            return self._forward_seeded(module, *args, **kwargs)
+        if len(done) > 1:
+            raise RuntimeError(
+                f"a plan has failed behind several calls of one {type(module).__name__}, whose own code does not run "
+                "again: run the batch once more"
+            )
+        return done.pop().again(*read_own_call(module, args, kwargs))
 
     def _refused(self, error: Exception) -> CaptureError:
         self._failed = f"{error}".partition("\n")[0] or type(error).__name__

@@ -29,6 +29,7 @@ from ...ir.plan import Plan
 from ...ir.program import Program
 from ...ir.size import Dims
 from ...parallel.again import Earlier, is_plain, requiring_gradients
+from ...parallel.errors import ReplicationRuntimeError
 from ...parallel.lent_state import LentState
 from ..plan_cache import ModuleGuard
 from .across import across
@@ -36,9 +37,23 @@ from .call import PlacedCall
 from .captured import PlacedOutput, each_once, programs_of
 from .eager import EagerParts
 from .homes import Homes
-from .own_code import NAMESPACE, Graphs, unhooked
+from .own_code import NAMESPACE, Done, Graphs, unhooked
 
-__all__ = ["PlacedPlans"]
+__all__ = ["Failed", "PlacedPlans"]
+
+
+class Failed(Exception):
+    """A forward plan has failed.
+
+    Attributes:
+        error: how.
+        step: what its seeds were mixed of.
+        done: what modules' own code has done before.
+    """
+
+    def __init__(self, error: RunError, step: int, done: Sequence[Done]) -> None:
+        super().__init__(error.what)
+        self.error, self.step, self.done = error, step, done
 
 
 class _Ran(NamedTuple):
@@ -179,7 +194,7 @@ class PlacedPlans:
 
         Raises:
             CoverageError: the plans do not cover the call's sizes.
-            RunError: an operator failed.
+            Failed: an operator failed.
         """
         dims, given = self._scatter.split(call.args, dict(call.kwargs))
         # As bytes: a tensor would be memory that no prediction counts.
@@ -191,8 +206,8 @@ class PlacedPlans:
                 outputs: Sequence[Tensor] = self._outputs(run()[1])
             else:
                 outputs = _Node.apply(self, run, *self._node.params.values(), *call.tensors)  # type: ignore[attr-defined]
-        except RunError:
-            if drawn is not None:  # the model's own code draws from where this has begun
+        except Failed as e:
+            if drawn is not None and not e.done:  # the model's own code draws from where this has begun
                 torch.set_rng_state(torch.frombuffer(bytearray(drawn), dtype=torch.uint8))
             raise
         leaves: list[Any] = [value if i is None else outputs[i] for value, i in self._leaves]
@@ -206,13 +221,25 @@ class PlacedPlans:
         try:
             with self._state.restored_if_it_fails() as before:
                 outputs = self._forward(dims, given, step)
-        finally:
-            graphs = self._eager.taken()
+        except RunError as e:
+            raise Failed(e, step, self._eager.taken().done) from None
+        graphs = self._eager.taken()
+        graphs.done.clear()
         values = {
             **dict(zip(self._scatter.names, given, strict=True)),
             **dict(zip(self._forward.outputs, outputs, strict=True)),
         }
         return _Ran(call, dims, step, before, graphs), values
+
+    def go_on(self, failed: Failed, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the model returns by its own code where a plan has *failed*. Modules whose own code has run there do not
+        run again, and random numbers are those of the plan."""
+        if not failed.done:
+            with across(self._eager.model):
+                return self._eager.model(*args, **kwargs)
+        drawn = seeded(failed.step) if self._random else contextlib.nullcontext()
+        with across(self._eager.model), drawn, self._eager.going_on(failed.done):
+            return self._eager.model(*args, **kwargs)
 
     def _outputs(self, values: Mapping[str, Tensor]) -> list[Tensor]:
         """What the model returns of its tensors; those that are the caller's or the model's own are copied."""
@@ -307,7 +334,7 @@ class _Backward:
             found = self._planned(ctx, saved, grads)
         else:
             with self._lock:
-                found = list(self._again(ctx, came, grads))
+                found = list(self._once_more(ctx, came, grads))
         if not _keeps_graph():
             ctx.ran, ctx.hidden, ctx.aliases = None, None, ()
         return found
@@ -348,6 +375,18 @@ class _Backward:
             self._sized = dict(dims), [bound_layout(blob, dims) for _, blob in self._given]
         return self._sized[1]
 
+    def _once_more(self, ctx: Any, came: Sequence[int], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """As :meth:`_again`, where the model is what it was.
+
+        Raises:
+            RunError: it is not.
+        """
+        try:
+            return self._again(ctx, came, grads)
+        except ReplicationRuntimeError as e:
+            own = "; what a module's own code changes in its forward it would change twice" if self._parts else ""
+            raise RunError(e.what, where=e.where, fix=e.fix + own) from None
+
     def _again(self, ctx: Any, came: Sequence[int], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """The same by the model's own code, which runs once more, so that gradients have gradients."""
         ran: _Ran = ctx.ran
@@ -360,7 +399,7 @@ class _Backward:
                 leaves[i] = leaves[i].view_as(leaves[i])
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         wanted = [*self.params.values(), *[leaves[i] for i in call.graded]]
-        with requiring_gradients(self.params.values()), unhooked(self.params.values()):
+        with requiring_gradients(self.params.values()):
             with torch.enable_grad(), self._earlier.again(ctx.versions, ran.before):
                 drawn = seeded(ran.step) if self._random else contextlib.nullcontext()
                 own_code = contextlib.nullcontext() if self._parts is None else self._parts.seeded()
@@ -368,7 +407,8 @@ class _Backward:
                     output = self._twin(*args, **kwargs)
                 returned = PlacedOutput().leaves(output)
                 outputs = [returned[self._leaf_of[i]] for i in came]
-            return torch.autograd.grad(outputs, wanted, given, create_graph=create, allow_unused=True)
+            with unhooked(self.params.values(), outputs):
+                return torch.autograd.grad(outputs, wanted, given, create_graph=create, allow_unused=True)
 
 
 class _Node(torch.autograd.function._SingleLevelFunction):

@@ -322,7 +322,7 @@ def test_optimizers_are_followed_and_told_apart() -> None:
         for index, kept in expected["state"].items():
             assert all(torch.equal(found["state"][index][name], tensor) for name, tensor in kept.items())
     assert session.optimizer_state_dict(of=1)["param_groups"] == opt_g.state_dict()["param_groups"]
-    with pytest.raises(SessionError, match="the program has no optimizer 2\\n.*\\n.*0 to 1"):
+    with pytest.raises(SessionError, match=r"the program has no optimizer 2\n.*\n.*0 to 1"):
         session.optimizer_state_dict(of=2)
     with pytest.raises(SessionError, match="no such optimizer"):
         session.optimizer_state_dict(of=torch.optim.SGD(D.parameters()))

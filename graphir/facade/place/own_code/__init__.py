@@ -6,12 +6,15 @@ only where some numbers ask for it happens once, as in the module itself.
 """
 
 from .call import DRAWN_SEEDS, OwnCall, read_own_call, seeded_alone
-from .operator import NAMESPACE, Graphs, OwnCode, unhooked
+from .done import Done
+from .hooks import unhooked
+from .operator import NAMESPACE, Graphs, OwnCode
 from .trial import tried
 
 __all__ = [
     "DRAWN_SEEDS",
     "NAMESPACE",
+    "Done",
     "Graphs",
     "OwnCall",
     "OwnCode",

@@ -9,6 +9,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from ...plan_cache.inventory import VALUES
@@ -17,6 +18,9 @@ __all__ = ["DRAWN_SEEDS", "TENSOR", "OwnCall", "others_of", "read_own_call", "se
 
 DRAWN_SEEDS: Final = 2**62
 """How many seeds there are, of which a call that draws is given one."""
+
+_OF_FAKES: Final = frozenset(vars(FakeTensorMode().from_tensor(torch.empty(0))))
+"""The attributes that each fake tensor has."""
 
 TENSOR: Final = object()
 """Stands for a tensor among the leaves of arguments and outputs."""
@@ -29,7 +33,9 @@ class OwnCall(NamedTuple):
         module: itself.
         spec: how its arguments are put together.
         others: the leaves of these, with :data:`TENSOR` for each tensor.
-        given: how many tensors are among the arguments; operands are these, the module's parameters, and its buffers.
+        given: how many tensors are among the arguments, each once, but the module's own; operands are these, the
+            module's parameters, and its buffers.
+        places: of each tensor among the leaves, the operand that it is.
         graded: the positions of the operands that need a gradient.
         grads: whether gradients are computed.
         kind: of the device.
@@ -42,6 +48,7 @@ class OwnCall(NamedTuple):
     spec: Any
     others: tuple[Any, ...]
     given: int
+    places: tuple[int, ...]
     graded: tuple[int, ...]
     grads: bool
     kind: str
@@ -50,7 +57,11 @@ class OwnCall(NamedTuple):
     loose: Hashable
 
     def __call__(
-        self, module: torch.nn.Module, arguments: Sequence[Tensor], seed: Tensor | None
+        self,
+        module: torch.nn.Module,
+        arguments: Sequence[Tensor],
+        seed: Tensor | None,
+        returned: Callable[[Any], None] | None = None,
     ) -> tuple[list[Any], Any]:
         """What a module's own ``forward`` returns, as leaves, and how these are put together.
 
@@ -58,6 +69,7 @@ class OwnCall(NamedTuple):
             module: itself, or a copy; its hooks are called around the operator.
             arguments: as :meth:`leaves` makes them.
             seed: what its random numbers come from; None where it draws none.
+            returned: is given what the code has returned, before that is checked.
 
         Raises:
             RuntimeError: the code does to an argument what no operator does.
@@ -65,12 +77,15 @@ class OwnCall(NamedTuple):
         # A leaf cannot be overwritten, but what eager PyTorch gives the code is none.
         given = [torch.ops.aten.alias(t) if t.requires_grad else t for t in arguments]
         places = [t.detach() for t in given]
-        tensors = iter(given)
+        own = [*given, *module.parameters(), *module.buffers()]
+        tensors = iter([own[place] for place in self.places])
         leaves = [next(tensors) if other is TENSOR else other for other in self.others]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         cast = torch.autocast(self.kind, self.cast or torch.bfloat16, self.cast is not None, cache_enabled=False)
         with cast, seeded_alone(seed):
             output = type(module).forward(module, *args, **kwargs)
+        if returned is not None:
+            returned(output)
         after, spec = pytree.tree_flatten((args, kwargs))
         if spec != self.spec or any(a is not b for a, b in zip(after, leaves, strict=True)):
             raise RuntimeError("it changes a list or dict that it is given")
@@ -81,6 +96,8 @@ class OwnCall(NamedTuple):
                 raise RuntimeError("it puts a hook on the gradient of an argument")
             if tensor.requires_grad != (i in self.graded):
                 raise RuntimeError("it sets requires_grad of an argument")
+            if vars(tensor):
+                raise RuntimeError("it sets an attribute of an argument")
         return pytree.tree_flatten(output)
 
     def leaves(self, operands: Sequence[Tensor]) -> list[Tensor]:
@@ -91,12 +108,28 @@ class OwnCall(NamedTuple):
 def read_own_call(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[OwnCall, list[Tensor]]:
-    """A call of a module, and its operands."""
+    """A call of a module, and its operands.
+
+    Raises:
+        RuntimeError: an argument has more than an operator sees.
+    """
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
     others = others_of(leaves)
     params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-    arguments = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    operands = [*arguments, *params.values(), *buffers.values()]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    for other in others:
+        if any(isinstance(value, Tensor) for value in getattr(other, "__dict__", {}).values()):
+            raise RuntimeError(
+                f"an argument is a {type(other).__name__} with tensors, which torch's pytree does not know"
+            )
+    state = [*params.values(), *buffers.values()]
+    own = set(map(id, state))
+    if any(vars(tensor).keys() - _OF_FAKES for tensor in tensors if id(tensor) not in own):
+        raise RuntimeError("an argument has an attribute that is set on the tensor")
+    arguments = list({id(tensor): tensor for tensor in tensors if id(tensor) not in own}.values())
+    operands = [*arguments, *state]
+    at = {id(tensor): i for i, tensor in reversed(list(enumerate(operands)))}
+    places = tuple([at[id(tensor)] for tensor in tensors])
     kind = operands[0].device.type if operands else "cpu"
     cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     grads = torch.is_grad_enabled()
@@ -106,9 +139,9 @@ def read_own_call(
     # The call keeps each object that is no value: no other object comes by the object's id.
     objects = tuple([id(o) for o in others if not isinstance(o, VALUES)])
     traits = tuple([(t.dtype, t.dim()) for t in operands])
-    loose = (spec, values, tuple(params), tuple(buffers), graded, grads, modes, kind, cast, traits)
-    own = OwnCall(ref(module), spec, others, len(arguments), graded, grads, kind, cast, (loose, objects), loose)
-    return own, operands
+    loose = (spec, values, tuple(params), tuple(buffers), places, graded, grads, modes, kind, cast, traits)
+    key = loose, objects
+    return OwnCall(ref(module), spec, others, len(arguments), places, graded, grads, kind, cast, key, loose), operands
 
 
 def others_of(leaves: Sequence[Any]) -> tuple[Any, ...]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
@@ -15,11 +14,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ....ir.registration import register_operator
+from ....parallel.again import requiring_gradients
 from ...plan_cache.inventory import is_same
 from .call import DRAWN_SEEDS, TENSOR, OwnCall, others_of
+from .done import Done
+from .hooks import unhooked
 from .trial import Meta, Trial, checked, reached, tried
 
-__all__ = ["NAMESPACE", "Graphs", "OwnCode", "unhooked"]
+__all__ = ["NAMESPACE", "Graphs", "OwnCode"]
 
 NAMESPACE: Final = "placed."
 """What the types of such operators begin with."""
@@ -61,11 +63,13 @@ class Graphs:
 
     Attributes:
         retained: whether a backward leaves them for another one.
+        done: the calls themselves, until the plan has ended.
     """
 
     def __init__(self) -> None:
         self._keys: list[int] = []
         self.retained = False
+        self.done: list[Done] = []
 
     def keep(self, outputs: Sequence[Tensor], graded: Sequence[Tensor]) -> int:
         """Keep a graph; returns its key."""
@@ -180,8 +184,14 @@ class OwnCode:
             raise RuntimeError("the module is gone")
         arguments = call.leaves(operands)
         known = [*arguments, *module.parameters(), *module.buffers()]
-        with _recorded(), torch.set_grad_enabled(call.grads):  # kernels may be others without
-            leaves, _ = call(module, arguments, given[0] if self.draws else None)
+        done = Done(call, known)
+        self._of().graphs().done.append(done)
+        try:
+            with _recorded(), torch.set_grad_enabled(call.grads):  # kernels may be others without
+                leaves, _ = call(module, arguments, given[0] if self.draws else None, done.returned)
+        except Exception as e:
+            done.error = e
+            raise
         if not is_same(others_of(leaves), first.leaves):
             raise RuntimeError("it returns other things that are no tensors than when it was tried")
         outputs = checked(known, leaves, set())
@@ -198,8 +208,9 @@ class OwnCode:
         """The kernel of a backward."""
         graph, operands = _graphs[int(given[len(came)])], given[len(came) + 1 :]
         trial = self._trial(operands, came)
-        with _recorded(), torch.enable_grad(), unhooked(graph.graded):
-            outputs = [graph.outputs[i] for i in came]
+        outputs = [graph.outputs[i] for i in came]
+        kept = requiring_gradients([t for t in graph.graded if t.is_leaf])
+        with _recorded(), torch.enable_grad(), kept, unhooked(graph.graded, outputs):
             found = torch.autograd.grad(
                 outputs, graph.graded, given[: len(came)], retain_graph=graph.is_retained, allow_unused=True
             )
@@ -224,20 +235,6 @@ class OwnCode:
             found = self._backward(came, trial)(*[grads[i] for i in came], graph, *own)
             made = dict(zip(trial.gradients, [found] if isinstance(found, Tensor) else found, strict=True))
         return (*([None] if self.draws else []), *[made.get(i) for i in range(len(own))])
-
-
-@contextlib.contextmanager
-def unhooked(params: Iterable[Tensor]) -> Iterator[None]:
-    """While this is active, gradients of tensors do not call the tensors' hooks: who asked for the gradients will."""
-    tables = [table for param in params if (table := param._backward_hooks)]
-    before = [dict(table) for table in tables]
-    try:
-        for table in tables:
-            table.clear()
-        yield
-    finally:
-        for table, hooks in zip(tables, before, strict=True):
-            table.update(hooks)
 
 
 def _keep(ctx: Any, inputs: Sequence[Tensor], output: Sequence[Tensor]) -> None:

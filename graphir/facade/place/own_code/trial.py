@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, Final, NamedTuple
@@ -131,9 +133,10 @@ def _tried_with_some(
     except Exception as e:
         if all(t.is_floating_point() for t in operands):
             raise
-        with contextlib.suppress(Exception):  # lengths are no zeros
-            return _tried_twice(call, double, operands, came, 1)
-        raise e
+        error = e.with_traceback(None)  # whose frames would keep a graph
+    with contextlib.suppress(Exception):  # lengths are no zeros
+        return _tried_twice(call, double, operands, came, 1)
+    raise error
 
 
 def _tried_twice(
@@ -146,12 +149,14 @@ def _tried_twice(
     for name in before.moving():
         raise RuntimeError(f"it has a generator or iterator of its own, {name!r}")
     with torch.random.fork_rng([place for place in places if place.type == "cuda"]):
-        first, values = _tried(call, double, operands, before.plain, came, whole, 0)
+        first, values, probes = _tried(call, double, operands, before.plain, came, whole, 0)
         for changed in ModuleGuard({"": double}, in_place=True).changes_to(before):
             if not changed.attribute.startswith("Module."):  # torch.compile changes torch's own class
                 raise RuntimeError(f"it changes {changed.attribute!r} of the module")
+        if _are_there(probes):
+            raise RuntimeError("something beside its outputs keeps its graph: a global, a closure, or an attribute")
         # With another seed, too, what does not draw returns the same.
-        second, others = _tried(call, double, operands, before.plain, came, whole, 0 if first.drew else 1)
+        second, others, _ = _tried(call, double, operands, before.plain, came, whole, 0 if first.drew else 1)
     same = len(values) == len(others) and all(map(_equal, values, others))
     if not same or not first.is_like(second):
         raise RuntimeError("two calls with the same numbers return other things")
@@ -166,7 +171,7 @@ def _tried(
     came: Sequence[int] | None,
     whole: int,
     seed: int,
-) -> tuple[Trial, list[Tensor]]:
+) -> tuple[Trial, list[Tensor], list[weakref.ref[_Probe]]]:
     place = operands[0].device
     state = [*double.parameters(), *double.buffers()]
     with torch.set_grad_enabled(call.grads):
@@ -177,9 +182,11 @@ def _tried(
         arguments = call.leaves(given)
         known = [*arguments, *state]
         kept, numbers_before = [*known, *plain], [t.detach().clone() for t in (*known, *plain)]
+        probes, accumulating = _probes([known[i] for i in call.graded])
         torch.manual_seed(seed)
         states = _random_states(place)
         leaves, spec = call(double, arguments, None)
+        del accumulating
         drew = not _same_states(states, place)
         if call.grads and any(t.requires_grad != (i in call.graded) for i, t in enumerate(known)):
             raise RuntimeError("it sets requires_grad of a parameter or a buffer")
@@ -197,8 +204,34 @@ def _tried(
     if any(t is not None and t.layout != torch.strided for t in found):
         raise RuntimeError("a gradient of it has no strides")
     gradients = {i: Meta.of(t) for i, t in zip(call.graded, found, strict=False) if t is not None}
-    values = [t.detach() for t in outputs]
-    return Trial(tuple(map(Meta.of, values)), needing, came_from, gradients, drew, others_of(leaves), spec), values
+    if any(vars(t) for t in outputs):
+        raise RuntimeError("it sets an attribute of a tensor that it returns")
+    values, others = [t.detach() for t in outputs], others_of(leaves)
+    del leaves, outputs
+    trial = Trial(tuple(map(Meta.of, values)), needing, came_from, gradients, drew, others, spec)
+    return trial, values, probes
+
+
+class _Probe:
+    """Is there as long as a node of autograd is."""
+
+
+def _are_there(probes: Sequence[weakref.ref[_Probe]]) -> bool:
+    if any(probe() is not None for probe in probes):
+        gc.collect()
+    return any(probe() is not None for probe in probes)
+
+
+def _probes(graded: Sequence[Tensor]) -> tuple[list[weakref.ref[_Probe]], list[Any]]:
+    """For each tensor that needs a gradient what tells whether a graph leads to it; and the nodes at these ends, which
+    a graph takes as long as they are there."""
+    probes, nodes = [], []
+    for tensor in graded:
+        node: Any = torch.autograd.graph.get_gradient_edge(tensor).node
+        probe = node.metadata["graphir"] = _Probe()
+        probes.append(weakref.ref(probe))
+        nodes.append(node)
+    return probes, nodes
 
 
 def _random_states(place: torch.device) -> list[Any]:
@@ -227,7 +260,7 @@ def checked(known: Sequence[Tensor], leaves: Sequence[Any], others: set[int]) ->
     """
     outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not outputs:
-        raise RuntimeError("it returns no tensor")
+        raise RuntimeError("it returns no tensor, in what torch's pytree knows")
     if any(t.layout != torch.strided for t in outputs):
         raise RuntimeError("it returns a tensor that has no strides")
     taken = storages(known) | others
