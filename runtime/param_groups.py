@@ -249,7 +249,7 @@ class ParamGroups:
         """Read the numbers of optimizers before each step from now on.
 
         Args:
-            optimizers: the captured ones, in their order, or ones like these.
+            optimizers: the captured ones, in any order, or ones like these in the order of the program's.
             given: a state of which the caller may expect that its numbers hold; a TrainingWarning tells where an
                 optimizer has others.
 
@@ -269,6 +269,9 @@ class ParamGroups:
                 f"{len(optimizers)} would be followed",
                 "follow all that were captured, in the order in which the step finds them",
             )
+        captured = [reference() for reference in self.program.optimizers]
+        if all(optimizer in captured for optimizer in optimizers):
+            optimizers = sorted(optimizers, key=captured.index)
         for optimizer, ours in zip(optimizers, interface.optimizers, strict=True):
             theirs = type(optimizer).__name__
             if theirs != ours:

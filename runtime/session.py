@@ -413,7 +413,7 @@ class Session(Stepping):
         return self._groups.groups
 
     def follow(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Read the numbers of *optimizers*, all of the program in their order, before each step, so that their
+        """Read the numbers of *optimizers*, all of the program, before each step, so that their
         schedulers work: learning rates, and momentum, weight decay and betas where the program's ``param_groups`` have
         them as ``numbers``.
 

@@ -40,6 +40,7 @@ from ..analysis.alone import alone
 from ..analysis.topology import Topology
 from ..capturing.capture import capture
 from ..capturing.intake.arguments import Arguments, read_arguments
+from ..capturing.intake.found import StepFunction, read_function
 from ..capturing.intake.options import refuse_model
 from ..capturing.isolate.modes import Modes
 from ..capturing.witness import StepWitness
@@ -73,19 +74,22 @@ _CALLED: Final = {"loss function": "loss", "output function": "output"}
 
 
 class Compiled:
-    """A model's step, captured, replicated, sent through *passes*, and used like a :class:`graphir.runtime.Session`.
+    """A step, captured, replicated, sent through *passes*, and used like a :class:`graphir.runtime.Session`.
 
     Steps of other sizes use the same plan where the program's sizes follow them; small batches take fewer replicas, as
     in a session, and so do those that fixed sizes can't share equally. Where they are fixed, a plan would hold more
     than *limits* at them, an argument that is no tensor or an option of the optimizer has changed, or the model has,
     the step is captured anew with these arguments: the model in the mode that it was in at first, on the present
-    parameters, buffers, optimizer state and number of steps, which all plans share. The numbers of the optimizer that
+    parameters, buffers, optimizer state and number of steps, which all plans share. The numbers of optimizers that
     schedulers move, such as learning rates, are read before each step. Each such capture is told by a
-    :class:`graphir.RecaptureWarning`. After eight captures for one attribute of the model a step is refused.
+    :class:`graphir.RecaptureWarning`. After eight captures for one attribute of the model a step is refused. Of a
+    function, the cells, globals and defaults that it names, and that users' functions which it calls name, count as
+    attributes of the model do.
 
     Args:
-        model: as :func:`graphir.capture` takes it.
-        inputs: its positional arguments for a whole batch, as ``step`` is given them; each replica has its share.
+        step: a module, or a function that is the whole step, as :func:`graphir.capture` takes them.
+        inputs: its positional arguments for a whole batch, as ``step`` is given them; each replica has its share. None:
+            the first step is captured with what it is given, so that ``@graphir.compile`` stands above a function.
         kwargs: its keyword arguments.
         targets: what the loss is given after the model's output.
         batch_dims: as :func:`graphir.capture` takes it: dimensions that are named here need no plans of their own.
@@ -119,10 +123,10 @@ class Compiled:
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        inputs: Sequence[Any],
-        *,
+        step: torch.nn.Module | Callable[..., Any],
+        inputs: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
+        *,
         targets: Sequence[Any] = (),
         batch_dims: Any = None,
         devices: Sequence[DeviceName] = (0,),
@@ -143,13 +147,18 @@ class Compiled:
         _check_options(session)
         if not isinstance(state, Mapping | None):
             raise SessionError(f"state is a {type(state).__name__}, not a mapping", fix="give what state() returned")
+        self._function: StepFunction | None = None
+        model: torch.nn.Module = step  # type: ignore[assignment]  # what is no module is refused
+        if not isinstance(step, (torch.nn.Module, type)) and callable(step):
+            self._function = read_function(step, options.get("stateful", ()))
+            model = self._function.model
         refuse_model(model, "compile")
         if not isinstance(passes, str) and not callable(passes):
             raise PassError(
                 f"passes is a {type(passes).__name__}",
                 fix="give a pipeline's text, or a function from program to program",
             )
-        self._model, self._most_plans = model, most_plans
+        self._captures, self._model, self._most_plans = step, model, most_plans
         if shares == "auto" and limits is None:
             raise PassError("shares='auto' is of a placement, and nothing is placed without limits", fix="give limits")
         given = build(Replicate, devices=devices, shares=None if shares == "auto" else shares)
@@ -171,18 +180,42 @@ class Compiled:
         self._running = threading.Lock()
         self._measuring: contextlib.ExitStack | None = None
         self._results: list[Any] = []
-        arguments = self._read(inputs, kwargs, targets, batch_dims)
-        self._count = arguments.inputs
-        # The same dimensions hold for every later capture, where lengths alone could tell them otherwise.
-        self._batch_dims = batch_dims if batch_dims is not None else _dims_tree(arguments)
+        self._batch_dims, self._count = batch_dims, 0
         called = {name: options[key] for name, key in _CALLED.items() if options.get(key) is not None}
         if not isinstance(options.get("allow_changes", ""), str):
             options["allow_changes"] = tuple(options["allow_changes"])
+        if self._function is not None:
+            self._function.around.look()
+            called = {self._function.name: self._function.call, "around": self._function.around.names}
         self._cache: PlanCache[Session] = PlanCache({"": model, **called}, most_plans, options.get("allow_changes", ()))
         self._tensors = _tensors_of(model)
-        guard = self._cache.look()
-        self._measured = self._made(arguments, None, guard)
-        self._cache.keep(guard, self._measured)
+        self._measured: Session | None = None
+        if inputs is not None or kwargs or self._function is None:
+            self._begin(inputs or (), kwargs, targets)
+
+    def _begin(
+        self, inputs: Sequence[Any], kwargs: Mapping[str, Any] | None = None, targets: Sequence[Any] = ()
+    ) -> None:
+        """Capture the step for the first time."""
+        arguments = self._read(inputs, kwargs, targets, self._batch_dims)
+        guard = self._look()
+        session = self._made(arguments, None, guard)
+        self._count = arguments.inputs
+        if self._batch_dims is None:
+            # The same dimensions hold for every later capture, where lengths alone could tell them otherwise.
+            self._batch_dims = _dims_tree(arguments)
+        self._measured = session
+        self._cache.keep(guard, session)
+
+    def _look(self) -> ModuleGuard:
+        """The guard that holds of what a capture reads."""
+        if self._function is not None:
+            self._function.around.look()
+        return self._cache.look()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The same as :meth:`step`."""
+        return self.step(*args, **kwargs)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """One step, as :meth:`graphir.runtime.Session.step`; captures anew where no plan covers the arguments.
@@ -198,8 +231,10 @@ class Compiled:
         if not self._running.acquire(blocking=False):
             raise SessionError("another thread is in a step of this model", fix="compile it once for each thread")
         try:
+            if not self._cache.plans:
+                self._begin(args, kwargs)
             refusal: CoverageError | None = None
-            guard = self._cache.look()
+            guard = self._look()
             for session in self._cache.found(guard):
                 try:
                     result = session.step(*args, **kwargs)
@@ -223,6 +258,8 @@ class Compiled:
             self._check_tensors()
             self._cache.refuse_another(guard)
             why = told(guard.changes)
+            if self._function is not None:
+                why = why.replace("'around.", "'").replace(" of the module", "")
         arguments = self._read(args[: self._count], dict(kwargs), args[self._count :], self._batch_dims)
         try:
             session, result = self._stepped(self._made, arguments, guard, args, kwargs)
@@ -273,7 +310,16 @@ class Compiled:
 
     @property
     def _sessions(self) -> list[Session]:
-        """Those of the plans that are kept, the last used first."""
+        """Those of the plans that are kept, the last used first.
+
+        Raises:
+            SessionError: nothing was captured so far.
+        """
+        if not self._cache.plans:
+            raise SessionError(
+                "nothing is captured before the first step of a function that was compiled without inputs",
+                fix="do a step before, or compile the function with inputs",
+            )
         return self._cache.plans
 
     def run(self, loader: Iterable[Any], steps: int | None = None, progress: bool = True) -> list[Any]:
@@ -339,7 +385,7 @@ class Compiled:
 
     def _measured_session(self, plan: Plan | None) -> Session:
         if plan is None:
-            return self._measured if self._measuring is None else self._sessions[0]
+            return self._measured if self._measuring is None and self._measured is not None else self._sessions[0]
         for session in self._sessions:
             if session.plan is plan:
                 return session
@@ -348,7 +394,8 @@ class Compiled:
     def _read(
         self, inputs: Sequence[Any], kwargs: Mapping[str, Any] | None, targets: Sequence[Any], batch_dims: Any
     ) -> Arguments:
-        return read_arguments(self._model.forward, inputs, kwargs, targets, self._options.get("loss"), batch_dims)
+        called = self._model.forward if self._function is None else self._function.call
+        return read_arguments(called, inputs, kwargs, targets, self._options.get("loss"), batch_dims)
 
     def _made(self, arguments: Arguments, beside: Session | None, guard: ModuleGuard) -> Session:
         """A session of the step with these arguments, of the model that *guard* holds of."""
@@ -373,7 +420,7 @@ class Compiled:
         if self._placing is not None:
             limits, options = self._placing.limits_of(plan), {**options, "binding": self._placing.binding_of(plan)}
         state = {**captured.state, **self._state}
-        followed = self._options.get("optimizer") if beside is None else None  # those beside share what is followed
+        followed = self._optimizers() if beside is None else None  # those beside share what is followed
         session = Session(
             plan,
             state,
@@ -381,7 +428,7 @@ class Compiled:
             witness=witness,
             limits=limits,
             lent=lent,
-            optimizer=followed,
+            optimizer=followed if captured.interface.optimizers else None,
             **options,
         )
         self._state = {name: tensor for name, tensor in self._state.items() if name not in captured.state}
@@ -422,8 +469,15 @@ class Compiled:
         parts = parts if type(parts) is int and parts > 0 else 1  # what else it may be is for capture to refuse
         inputs, kwargs, targets = arguments.split(_first_share(arguments, replicas, parts))
         return capture(
-            self._model, inputs, kwargs=kwargs, targets=targets, batch_dims=_dims_tree(arguments), **self._options
+            self._captures, inputs, kwargs, targets=targets, batch_dims=_dims_tree(arguments), **self._options
         )
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that the step uses."""
+        if self._function is not None:
+            return list(self._function.optimizers.values())
+        optimizer = self._options.get("optimizer")
+        return [] if optimizer is None else [optimizer]
 
     @property
     def balanced(self) -> Balanced | None:
@@ -494,13 +548,26 @@ class Compiled:
         """Overwrite the module's state on every replica."""
         self._sessions[0].load_state_dict(state)
 
+    def write_back(self) -> None:
+        """Copy all state into the model, its optimizers and its gradient scaler, which steps leave as they were: for an
+        evaluation, or for a checkpoint as eager PyTorch writes it."""
+        state = self.state_dict()
+        optimizers = self._optimizers() if self.plan.program.interface.optimizers else []
+        states = [self.optimizer_state_dict(of=position) for position in range(len(optimizers))]
+        scaler = self._options.get("loss_scale") if self._function is None else self._function.scaler
+        self._model.load_state_dict(state)
+        for optimizer, kept in zip(optimizers, states, strict=True):
+            optimizer.load_state_dict(kept)
+        if isinstance(scaler, torch.amp.GradScaler):
+            scaler.load_state_dict(self.loss_scaler_state_dict())
+
     def gradients(self, replica: int = 0) -> dict[str, torch.Tensor]:
         """The last step's gradients by parameter; see :meth:`graphir.runtime.Session.gradients`."""
         return self._sessions[0].gradients(replica)
 
     def close(self) -> None:
         """End the threads of every session. What is closed refuses everything else."""
-        for session in self._sessions:
+        for session in self._cache.plans:
             session.close()
 
     def __reduce__(self) -> NoReturn:
@@ -510,6 +577,8 @@ class Compiled:
         )
 
     def __repr__(self) -> str:
+        if not self._cache.plans:
+            return "<compiled function: nothing is captured so far>"
         plans, steps = counted(len(self.plans), "plan"), counted(self.steps_done, "step")
         placed = "" if self.balanced is None else f", placed for {self.balanced.machine}"
         return f"<compiled {self.plan.name!r}: {plans}, {steps} done{placed}>"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ...errors import CaptureError
 from .containers import fill, is_untouched, items_of
 
-__all__ = ["Around", "globals_of"]
+__all__ = ["Around", "Names", "globals_of"]
 
 
 def globals_of(function: FunctionType) -> list[str]:
@@ -44,10 +44,19 @@ class _Place(NamedTuple):
             self.holder[self.name] = value
 
 
+class Names:
+    """What the names of functions stand for now, as attributes."""
+
+
 class Around:
-    """The cells, globals, containers and objects around a function."""
+    """The cells, globals, containers and objects around a function.
+
+    Attributes:
+        names: what the names stand for, when :meth:`look` was called last.
+    """
 
     def __init__(self) -> None:
+        self.names = Names()
         self._places: list[_Place] = []
         self._containers: list[tuple[str, Any]] = []
 
@@ -61,6 +70,15 @@ class Around:
             self._containers.append((name, value))
         elif hasattr(value, "__dict__"):
             self._containers.append((name or type(value).__name__, vars(value)))
+
+    def look(self) -> None:
+        """Read what the names stand for."""
+        table = vars(self.names)
+        table.clear()
+        for (_, name), place in {(id(place.holder), place.name): place for place in self._places}.items():
+            while name in table:  # of two Python modules
+                name += "'"
+            table[name] = place.read()
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:

@@ -328,8 +328,10 @@ def test_optimizers_are_followed_and_told_apart() -> None:
         session.optimizer_state_dict(of=torch.optim.SGD(D.parameters()))
     with pytest.raises(SessionError, match="has 2 optimizers, SGD, Adam, and 1 would be followed"):
         session.follow(opt_d)
+    session.follow(opt_g, opt_d)  # in any order, if they were captured
+    others = torch.optim.Adam(G.parameters()), torch.optim.SGD(D.parameters())
     with pytest.raises(SessionError, match="the optimizer is Adam, the program's SGD"):
-        session.follow(opt_g, opt_d)
+        session.follow(*others)
     alone = runtime.Session(plan, program.state, binding="cpu")
     with pytest.warns(graphir.TrainingWarning, match=r"of the captured optimizers is .*\*optimizers"):
         alone.step(X, Z)
