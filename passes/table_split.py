@@ -23,6 +23,7 @@ from graphir.ir.names import fresh
 from graphir.ir.net import Net
 from graphir.ir.operator import Arg, Operator
 from graphir.ir.opset import ACCUMULATES
+from graphir.ir.optypes.own import OWN
 from graphir.ir.parts import Parts
 from graphir.ir.program import Program
 
@@ -40,6 +41,8 @@ _ELEMENTWISE: Final = frozenset(
 
 _NORM: Final = "aten.linalg_vector_norm.default"
 _SUM: Final = "graphir.sparse_sum"
+_OF_MATRICES: Final = "graphir.muon"
+"""The update that computes with all of a matrix."""
 _FINITE: Final = "aten._amp_foreach_non_finite_check_and_unscale.default"
 
 
@@ -204,7 +207,7 @@ class _Splitting:
             self.norm(op, table)
         elif op.type == _FINITE:
             self.search(op, table)
-        elif op.effects.writes and op.phase == "update":
+        elif op.phase == "update" and op.type in OWN and op.type != _OF_MATRICES:
             self.draft.each(op, table)
         elif op.type == _SUM:
             self.sum(op, table)
@@ -256,7 +259,7 @@ class _Splitting:
 
     def unsplittable(self, op: Operator, table: Table) -> PassError:
         return PassError(
-            f"table {table.module!r} cannot be split: {op.type} reads its gradient, or what is made of it, whole",
+            f"table {table.module!r} cannot be split: {op.type} reads it, its gradient, or what is made of it, whole",
             fix="place it whole",
         )
 

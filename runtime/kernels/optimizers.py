@@ -16,6 +16,14 @@ from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim._adafactor import _single_tensor_adafactor
+from torch.optim._muon import _single_tensor_muon
+from torch.optim.adadelta import _single_tensor_adadelta
+from torch.optim.adamax import _single_tensor_adamax
+from torch.optim.asgd import _single_tensor_asgd
+from torch.optim.nadam import _single_tensor_nadam
+from torch.optim.radam import _single_tensor_radam
+from torch.optim.rprop import _single_tensor_rprop
 
 from graphir.ir.moved import MOVED, NOW
 from graphir.ir.opset import signature
@@ -407,6 +415,46 @@ def _row_wise_adagrad(*, eps: float, maximize: bool) -> Update:
     return update
 
 
+def _for_loop(
+    function: Callable[..., None], as_torch_has_it: Callable[[dict[str, Any]], dict[str, Any]] = dict, **fixed: Any
+) -> Callable[..., Update]:
+    """What builds the update of one of torch's functions for the for-loop form of an optimizer, with options that are
+    *fixed*, of options *as torch has them*."""
+
+    def build(**options: Any) -> Update:
+        given = {**as_torch_has_it(options), **fixed}
+
+        def update(params: Tensors, grads: Tensors, *rest: Any, **numbers: Any) -> None:
+            *state, lr = rest
+            moving = {name: float(number) for name, number in numbers.items()}
+            if function is not _single_tensor_rprop:  # which reads the rate before its first step alone
+                moving["lr"] = float(lr)
+            for i, param in enumerate(params):
+                function([param], [grads[i]], *[[kept[i]] for kept in state], **given, **moving)
+
+        return update
+
+    return build
+
+
+_EAGER: Final[dict[str, Any]] = {"capturable": False, "differentiable": False, "has_complex": False}
+
+
+def _adafactor(
+    params: Tensors, grads: Tensors, rows: Given, columns: Given, variances: Given, steps: Tensors, **options: Any
+) -> None:
+    _single_tensor_adafactor(params, grads, rows, columns, variances, steps, None, None, **options)
+
+
+def _of_adafactor(options: dict[str, Any]) -> dict[str, Any]:
+    return {**options, "eps1": options["eps1"] if options["eps1"] >= 0 else None}
+
+
+def _of_muon(options: dict[str, Any]) -> dict[str, Any]:
+    coefficients = tuple([options.pop(name) for name in ("a", "b", "c")])
+    return {**options, "ns_coefficients": coefficients}
+
+
 UPDATES: Final[Mapping[str, Callable[..., Update]]] = {
     "graphir.sgd": _sgd,
     "graphir.dampened_sgd": _dampened_sgd,
@@ -415,6 +463,14 @@ UPDATES: Final[Mapping[str, Callable[..., Update]]] = {
     "graphir.adagrad": _adagrad,
     "graphir.rmsprop": _rmsprop,
     "graphir.row_wise_adagrad": _row_wise_adagrad,
+    "graphir.adadelta": _for_loop(_single_tensor_adadelta, **_EAGER),
+    "graphir.adamax": _for_loop(_single_tensor_adamax, **_EAGER),
+    "graphir.nadam": _for_loop(_single_tensor_nadam, **_EAGER),
+    "graphir.radam": _for_loop(_single_tensor_radam, **_EAGER),
+    "graphir.asgd": _for_loop(_single_tensor_asgd, **_EAGER),
+    "graphir.rprop": _for_loop(_single_tensor_rprop, **_EAGER),
+    "graphir.adafactor": _for_loop(_adafactor, _of_adafactor, has_complex=False),
+    "graphir.muon": _for_loop(_single_tensor_muon, _of_muon, has_complex=False),
     **SPARSE_UPDATES,
 }
 """For each optimizer type, what builds its kernel from all of the operator's arguments; :func:`updater` does."""

@@ -301,6 +301,31 @@ def _update(
     return formula
 
 
+def _decoupled_at_times(
+    coupled: Callable[[SizedOperator], int], decoupled: Callable[[SizedOperator], int]
+) -> Callable[[SizedOperator], int]:
+    """The formula of an optimizer whose weight decay is coupled to the gradient or not, as its options say."""
+    return lambda call: (decoupled if call.args.get("decoupled_weight_decay") else coupled)(call)
+
+
+def _adafactor(call: SizedOperator) -> int:
+    """Adafactor: the variance, the gradient if that is negated, and of a matrix the means of its rows and columns."""
+    param = call.operand(0)
+    *_, rows, columns = (1, 1, *param.shape)
+    means = param.nbytes // (rows * columns) * (rows + columns) if rows * columns and len(param.shape) > 1 else 0
+    return (1 + bool(call.args.get("maximize"))) * param.nbytes + means
+
+
+def _muon(call: SizedOperator) -> int:
+    """Muon: what is between the gradient and its momentum, and in bfloat16 two matrices like the parameter and two of
+    its smaller side; and a copy, which a product of these may make."""
+    param = call.operand(0)
+    rows, columns = param.shape
+    least = min(rows, columns)
+    between = (bool(call.args.get("nesterov", True)) + 1) * param.nbytes
+    return between + 2 * 2 * (rows * columns + least * least)
+
+
 Formula: TypeAlias = "Callable[[SizedOperator], int | None]"
 
 SCRATCH: Final[Mapping[str, Formula]] = {
@@ -345,6 +370,14 @@ SCRATCH: Final[Mapping[str, Formula]] = {
     "graphir.adamw": _update(2, 10, coupled=False, listed=lambda gradients: 1),
     "graphir.adagrad": _update(1, 6, listed=lambda gradients: 2),
     "graphir.rmsprop": _update(1, 9, listed=lambda gradients: gradients + 1),
+    "graphir.adadelta": _update(2, 7),
+    "graphir.adamax": _update(1, 9),
+    "graphir.nadam": _decoupled_at_times(_update(2, 10), _update(2, 10, coupled=False)),
+    "graphir.radam": _decoupled_at_times(_update(2, 9), _update(2, 9, coupled=False)),
+    "graphir.asgd": _update(0, 8),
+    "graphir.rprop": lambda call: 3 * call.operand(0).nbytes,
+    "graphir.adafactor": _adafactor,
+    "graphir.muon": _muon,
     "graphir.attention": _attention,
     "graphir.attention_backward": _attention_backward,
     "graphir.cumulative_batch_norm": _cumulative_batch_norm,

@@ -245,6 +245,15 @@ def _update(
 ) -> ParamUpdate:
     kept = {key: value for key, value in optimizer.state.get(param, {}).items() if value is not None}
     rule = _RULES[type(optimizer)](options, optimizer.defaults, kept)
+    if rule.type in _FOR_LOOPS and options.get("foreach"):
+        raise CaptureError(
+            f"foreach=True of {type(optimizer).__name__} is not supported",
+            where=place,
+            fix="set foreach=False in this group: a program has the for-loop form",
+        )
+    if rule.type == "graphir.adafactor":  # which has a variance for each row and column of a matrix
+        unused = ("variance",) if param.dim() > 1 else ("row_var", "col_var")
+        rule = rule._replace(state={key: first for key, first in rule.state.items() if key not in unused})
     values = {**options, **rule.args, "form": _form(options)}
     params = signature(rule.type).params
     taken = {p.name for p in params}
@@ -258,7 +267,8 @@ def _update(
             args[p.name] = value
     if kept:
         _check_kept(name, param, kept, rule, place)
-    state = [_state(key, first, param, kept, bool(options.get("fused"))) for key, first in rule.state.items()]
+    on_card = bool(options.get("fused")) or rule.on_card
+    state = [_state(key, first, param, kept, on_card) for key, first in rule.state.items()]
     return ParamUpdate(name, rule.type, args, numbers, tuple(state), bool(kept))
 
 
@@ -274,9 +284,9 @@ def _check_kept(name: str, param: torch.Tensor, kept: Mapping[str, Any], rule: _
             if key in rule.late:
                 continue
             what = f"the optimizer's state of parameter {name!r} has no {key!r}"
-        elif key == "step" and not _is_number(value):
-            what = f"'step' of parameter {name!r} is no number"
-        elif key != "step" and not _is_like(value, param, _shape(key, param)):
+        elif key in _SCALARS and not _is_number(value):
+            what = f"{key!r} of parameter {name!r} is no number"
+        elif key not in _SCALARS and not _is_like(value, param, _shape(key, param)):
             what = f"{key!r} of parameter {name!r} is not a dense tensor of the expected shape and type"
         else:
             continue
@@ -287,17 +297,19 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
-def _is_like(value: object, param: torch.Tensor, shape: torch.Size) -> bool:
-    return isinstance(value, torch.Tensor) and (value.layout, value.shape, value.dtype) == (
+def _is_like(value: object, param: torch.Tensor, shape: tuple[int, ...]) -> bool:
+    return isinstance(value, torch.Tensor) and (value.layout, tuple(value.shape), value.dtype) == (
         torch.strided,
         shape,
         param.dtype,
     )
 
 
-def _shape(key: str, param: torch.Tensor) -> torch.Size:
-    """The shape of a parameter's state: that of the parameter, or one number for each row."""
-    return param.shape[:1] if key == "row_sum" else param.shape
+def _shape(key: str, param: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a parameter's state: that of the parameter, or one number for each row, or for each column."""
+    shape = tuple(param.shape)
+    of_part = {"row_sum": shape[:1], "row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, *shape[-1:])}
+    return of_part.get(key, shape)
 
 
 def _state(key: str, first: float, param: torch.Tensor, kept: Mapping[str, Any], fused: bool) -> OptimizerState:
@@ -305,16 +317,17 @@ def _state(key: str, first: float, param: torch.Tensor, kept: Mapping[str, Any],
     value = kept.get(key)
     if key == "next_dampening":
         return OptimizerState(key, torch.tensor(first, dtype=torch.float64, device="cpu"), (), True)
-    if key == "step":
+    if key in _SCALARS:
         # As torch's _get_scalar_dtype has it.
         double = torch.get_default_dtype() == torch.float64 and not fused
         dtype = value.dtype if isinstance(value, torch.Tensor) else torch.float64 if double else torch.float32
-        device = param.device if fused else "cpu"
+        on_host = not fused and _SCALARS[key]
+        device = "cpu" if on_host else param.device
         done = first if value is None or (isinstance(value, torch.Tensor) and not has_data(value)) else float(value)
         step = torch.full((), done, dtype=dtype, device=device)
-        return OptimizerState(key, step, (), not fused)
+        return OptimizerState(key, step, (), on_host)
     shape = _shape(key, param)
-    whole = shape == param.shape and not param.is_contiguous()
+    whole = shape == tuple(param.shape) and not param.is_contiguous()
     strides = torch.empty_like(param, device="meta").stride() if whole else contiguous_strides(shape)
     if value is None or not (has_data(param) and has_data(value)):
         # One element, expanded to the shape: sessions make tensors of their own.
@@ -333,12 +346,14 @@ class _Rule(NamedTuple):
         state: names of the optimizer's state, in the order of the operator's parameters, and the values before the
             first step.
         late: the state that torch may make later than the rest.
+        on_card: whether numbers of the state are where the parameter is.
     """
 
     type: str
     args: Mapping[str, Arg]
     state: Mapping[str, float]
     late: tuple[str, ...] = ()
+    on_card: bool = False
 
 
 _Options: TypeAlias = Mapping[str, Any]
@@ -383,6 +398,54 @@ def _row_wise_adagrad(options: _Options, defaults: _Options, kept: _Options) -> 
     return _Rule("graphir.row_wise_adagrad", {}, {"row_sum": float(first)})
 
 
+def _adadelta(options: _Options, defaults: _Options, kept: _Options) -> _Rule:
+    return _Rule("graphir.adadelta", {}, {"square_avg": 0.0, "acc_delta": 0.0, "step": 0.0})
+
+
+def _adamax(options: _Options, defaults: _Options, kept: _Options) -> _Rule:
+    return _Rule("graphir.adamax", {}, {"exp_avg": 0.0, "exp_inf": 0.0, "step": 0.0})
+
+
+def _nadam(options: _Options, defaults: _Options, kept: _Options) -> _Rule:
+    return _Rule("graphir.nadam", {}, {"exp_avg": 0.0, "exp_avg_sq": 0.0, "mu_product": 1.0, "step": 0.0})
+
+
+def _radam(options: _Options, defaults: _Options, kept: _Options) -> _Rule:
+    return _Rule("graphir.radam", {}, {"exp_avg": 0.0, "exp_avg_sq": 0.0, "step": 0.0})
+
+
+def _asgd(options: _Options, defaults: _Options, kept: _Options) -> _Rule:
+    first = {"ax": 0.0, "mu": 1.0, "eta": float(options["lr"]), "step": 0.0}
+    return _Rule("graphir.asgd", {}, first, on_card=True)
+
+
+def _rprop(options: _Options, defaults: _Options, kept: _Options) -> _Rule:
+    minus, plus = options["etas"]
+    least, most = options["step_sizes"]
+    args: dict[str, Arg] = {"etaminus": minus, "etaplus": plus, "step_size_min": least, "step_size_max": most}
+    return _Rule("graphir.rprop", args, {"prev": 0.0, "step_size": float(options["lr"]), "step": 0.0})
+
+
+def _adafactor(options: _Options, defaults: _Options, kept: _Options) -> _Rule:
+    first, second = options["eps"]
+    args: dict[str, Arg] = {"eps1": -1.0 if first is None else first, "eps2": second}
+    return _Rule("graphir.adafactor", args, {"row_var": 0.0, "col_var": 0.0, "variance": 0.0, "step": 0.0})
+
+
+def _muon(options: _Options, defaults: _Options, kept: _Options) -> _Rule:
+    a, b, c = options["ns_coefficients"]
+    args: dict[str, Arg] = {"a": a, "b": b, "c": c, "adjust_lr_fn": options["adjust_lr_fn"] or "original"}
+    return _Rule("graphir.muon", args, {"momentum_buffer": 0.0})
+
+
+_SCALARS: Final = {"step": True, "mu_product": True, "mu": False, "eta": False}
+"""State that is one number, and whether torch keeps it on the host."""
+
+_FOR_LOOPS: Final = frozenset(
+    [f"graphir.{name}" for name in ("adadelta", "adamax", "nadam", "radam", "asgd", "rprop", "adafactor", "muon")]
+)
+"""Types that have the for-loop form alone."""
+
 _RULES: Final[Mapping[type[torch.optim.Optimizer], Callable[[_Options, _Options, _Options], _Rule]]] = {
     torch.optim.SGD: _sgd,
     torch.optim.Adam: _adam,
@@ -391,5 +454,13 @@ _RULES: Final[Mapping[type[torch.optim.Optimizer], Callable[[_Options, _Options,
     torch.optim.RMSprop: _rmsprop,
     torch.optim.SparseAdam: _sparse_adam,
     RowWiseAdagrad: _row_wise_adagrad,
+    torch.optim.Adadelta: _adadelta,
+    torch.optim.Adamax: _adamax,
+    torch.optim.NAdam: _nadam,
+    torch.optim.RAdam: _radam,
+    torch.optim.ASGD: _asgd,
+    torch.optim.Rprop: _rprop,
+    torch.optim.Adafactor: _adafactor,
+    torch.optim.Muon: _muon,
 }
 """By class, the function from a group's options, the optimizer's defaults and the parameter's state to the rule."""

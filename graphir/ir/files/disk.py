@@ -25,9 +25,20 @@ from ..program import Program
 from ..verify import require
 from .decode import value_of
 from .encode import document_of
-from .records import OLDEST, VERSION, AnyFile, Header, NetFile, PlanFile, ProgramFile, TensorRecord
+from .records import (
+    FIELDS_SINCE,
+    OLDEST,
+    OPTIMIZERS_SINCE,
+    VERSION,
+    AnyFile,
+    Header,
+    NetFile,
+    PlanFile,
+    ProgramFile,
+    TensorRecord,
+)
 from .tensors import StoredTensors, describe, stored_layouts, write_tensors
-from .upgrade import with_fields
+from .upgrade import with_fields, with_optimizers
 
 __all__ = [
     "MOST_BYTES",
@@ -161,9 +172,9 @@ def _read(text: bytes, where: str) -> tuple[AnyFile, Net | Program | Plan]:
         )
     try:
         with collector_paused():
-            found = model.model_validate_json(text)
+            found = model.model_validate_json(text if header.version >= OPTIMIZERS_SINCE else with_optimizers(text))
             value = value_of(found)
-            if header.version < VERSION:
+            if header.version < FIELDS_SINCE:
                 value = with_fields(value)
     except ValidationError as e:
         raise damaged(e, where, "the file was damaged or edited; write the file again") from None

@@ -19,7 +19,9 @@ from ..plan import Instruction
 from ..program import Interface, Reduction
 
 __all__ = [
+    "FIELDS_SINCE",
     "OLDEST",
+    "OPTIMIZERS_SINCE",
     "VERSION",
     "AnyFile",
     "BlobRecord",
@@ -35,11 +37,13 @@ __all__ = [
     "TensorRecord",
 ]
 
-VERSION: Final = 4
+VERSION: Final = 5
 """The version of the file format that is written."""
 
 OLDEST: Final = 3
-"""The oldest version that is read, see :mod:`.upgrade`."""
+FIELDS_SINCE: Final = 4
+OPTIMIZERS_SINCE: Final = 5
+"""The oldest version that is read, and the first ones with what :mod:`.upgrade` gives older ones."""
 
 SizeText: TypeAlias = "int | str"
 Pattern: TypeAlias = Annotated[str, StringConstraints(pattern=r"^([t_]|\[[t_]*\])*$")]

@@ -1,7 +1,8 @@
-"""Files of version 3, as this version reads them: fields say now what names of passes said then."""
+"""Files of versions 3 and 4, as this version reads them: fields say now what names of passes said in version 3."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 
 from ...errors import ParseError
@@ -11,7 +12,18 @@ from ..operator import Operator
 from ..plan import Plan
 from ..program import Program
 
-__all__ = ["with_fields"]
+__all__ = ["with_fields", "with_optimizers"]
+
+
+def with_optimizers(text: str | bytes) -> str | bytes:
+    """The JSON of a file up to version 4, in which an interface has the name of one optimizer or none."""
+    try:
+        document = json.loads(text)
+        interface = document["program"]["interface"]
+        interface["optimizers"] = [name] if (name := interface.pop("optimizer")) else []
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # the text says what it lacks
+        return text
+    return json.dumps(document)
 
 
 def with_fields(value: Net | Program | Plan) -> Net | Program | Plan:

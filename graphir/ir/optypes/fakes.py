@@ -113,7 +113,7 @@ def embedding_bag_backward(grad: Tensor, indices: Tensor, *others: Any, **option
 
 
 _SINGLE: Final = (
-    *("alpha_inverse", "correction", "found_inf", "keep", "lr", "next_dampening", "step"),
+    *("alpha_inverse", "correction", "eta", "found_inf", "keep", "lr", "mu", "mu_product", "next_dampening", "step"),
     *("beta1_now", "beta2_now", "momentum_now", "weight_decay_now"),
 )
 """Operands of optimizers that are one number."""
@@ -134,6 +134,7 @@ def updated(type: str, names: Sequence[str], *, returns: bool = False) -> Callab
         special: dict[str, tuple[int, ...]] = dict.fromkeys(_SINGLE, ())
         special["row_sum"] = tuple(param[:1])
         special["n_z"] = (*param, 2)
+        special["row_var"], special["col_var"] = (*param[:-1], 1), (*param[:-2], 1, *param[-1:])
         if by_rows:  # the squares have one number for each row
             special["moment" if "moment" in given else "moment_2"] = tuple(param[:1])
         if "indices" in given:

@@ -31,6 +31,25 @@ def _optimizer(type: str, schema: str, sparse: str = "") -> OperatorType:
     return _record(type, schema, fakes.updated(type, _tensors(schema)), joined=True, sparse=sparse)
 
 
+def _for_loop(name: str, state: str, numbers: str, options: str) -> OperatorType:
+    """A type of one of torch's optimizers, in its for-loop form alone.
+
+    Args:
+        name: of the type.
+        state: the names of what is kept of a parameter; with a question mark where that may be left out.
+        numbers: those that move beside the learning rate.
+        options: the other arguments, as a schema has them.
+    """
+    kept = [
+        f"Tensor({letter}!){'?' * key.endswith('?')} {key.rstrip('?')}"
+        for letter, key in zip("bcdefg", state.split(), strict=False)
+    ]
+    moving = [f"Tensor? {number}_now=None" for number in numbers.split()]
+    fixed = [f"float {number}=0." for number in numbers.split()]
+    taken = ["Tensor(a!) param", "Tensor grad", *kept, "Tensor lr", "Tensor? found_inf=None", *moving]
+    return _optimizer(f"graphir.{name}", f"{name}({', '.join(taken)}, *, {', '.join([*fixed, options])}) -> ()")
+
+
 def _slot_by_slot(type: str, schema: str) -> OperatorType:
     """A type that updates the rows of a parameter, and their state, as one of Caffe2's sparse optimizers does."""
     return _record(type, schema, fakes.updated(type, _tensors(schema), returns="->Tensor" in schema.replace(" ", "")))
@@ -86,6 +105,51 @@ _RECORDS: Final = (
         "row_wise_adagrad(Tensor(a!) param, Tensor grad, Tensor(b!) row_sum, Tensor lr, Tensor? found_inf=None, *, "
         "float eps=1e-10, bool maximize=False) -> ()",
         sparse="graphir.sparse_row_wise_adagrad",
+    ),
+    _for_loop(
+        "adadelta",
+        "square_avg acc_delta step",
+        "weight_decay",
+        "float rho=0.9, float eps=1e-06, bool maximize=False",
+    ),
+    _for_loop("adamax", "exp_avg exp_inf step", "beta1 beta2 weight_decay", "float eps=1e-08, bool maximize=False"),
+    _for_loop(
+        "nadam",
+        "exp_avg exp_avg_sq mu_product step",
+        "beta1 beta2 weight_decay",
+        "float momentum_decay=0.004, float eps=1e-08, bool decoupled_weight_decay=False, bool maximize=False",
+    ),
+    _for_loop(
+        "radam",
+        "exp_avg exp_avg_sq step",
+        "beta1 beta2 weight_decay",
+        "float eps=1e-08, bool decoupled_weight_decay=False, bool maximize=False",
+    ),
+    _for_loop(
+        "asgd",
+        "ax mu eta step",
+        "weight_decay",
+        "float lambd=0.0001, float t0=1000000., float alpha=0.75, bool maximize=False",
+    ),
+    _for_loop(
+        "rprop",
+        "prev step_size step",
+        "",
+        "float etaminus=0.5, float etaplus=1.2, float step_size_min=1e-06, float step_size_max=50., "
+        "bool maximize=False",
+    ),
+    _for_loop(
+        "adafactor",
+        "row_var? col_var? variance? step",
+        "weight_decay",
+        "float d=1., float beta2_decay=-0.8, float eps1=-1., float eps2=0.001, bool maximize=False",
+    ),
+    _for_loop(
+        "muon",
+        "momentum_buffer",
+        "momentum weight_decay",
+        "bool nesterov=True, float a=3.4445, float b=-4.775, float c=2.0315, float eps=1e-07, int ns_steps=5, "
+        "str adjust_lr_fn='original'",
     ),
     # The kernels of attention and of embedding bags are torch's, which reach beyond the elements of their operands.
     _record(

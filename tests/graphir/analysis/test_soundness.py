@@ -362,7 +362,7 @@ INTERFACE: Mapping[str, Callable[[Program], Program]] = {
     "optimizer_state of the interface": lambda p: with_interface(
         p, optimizer_state={**p.interface.optimizer_state, "0.bias": p.interface.optimizer_state["2.bias"]}
     ),
-    "optimizer of the interface": lambda p: with_interface(p, optimizers=("Adam",)),
+    "optimizers of the interface": lambda p: with_interface(p, optimizers=("Adam",)),
     "guards": lambda p: p.with_(covers=p.covers.with_guards(())),
     "captured sizes": lambda p: p.with_(dims={name: size + 2 for name, size in p.dims.items()}),
     "fixed sizes": lambda p: p.with_(covers=replace(p.covers, fixed="" if p.covers.fixed else "always")),

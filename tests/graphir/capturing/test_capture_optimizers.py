@@ -12,6 +12,8 @@ import pytest
 import torch
 from direct import matches_eager
 
+import graphir
+from graphir import passes, runtime
 from graphir.capturing.capture import capture
 from graphir.errors import CaptureError
 from graphir.ir.program import Program
@@ -95,8 +97,64 @@ def refused(text: str, make: Callable[[Any], Any]) -> None:
 
 
 def test_other_optimizers() -> None:
-    text = "optimizer Adadelta is not supported\n  fix  supported: SGD, Adam, AdamW, Adagrad, RMSprop"
-    refused(text, torch.optim.Adadelta)
+    text = "optimizer LBFGS is not supported\n  fix  supported: SGD, Adam, AdamW, Adagrad, RMSprop"
+    refused(text, torch.optim.LBFGS)
+    refused(
+        "foreach=True of Adadelta is not supported\n  in   parameter group 0 of Adadelta\n  fix  set foreach=False",
+        lambda params: torch.optim.Adadelta(params, foreach=True),
+    )
+
+
+FOR_LOOPS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adadelta": lambda params: torch.optim.Adadelta(params, lr=0.5, weight_decay=0.01, maximize=True),
+    "adamax": lambda params: torch.optim.Adamax(params, weight_decay=0.01),
+    "nadam": lambda params: torch.optim.NAdam(params, weight_decay=0.1, decoupled_weight_decay=True),
+    "radam": lambda params: torch.optim.RAdam(params, lr=0.1, weight_decay=0.1),
+    "asgd": lambda params: torch.optim.ASGD(params, lr=0.1, t0=2, weight_decay=0.1),
+    "rprop": lambda params: torch.optim.Rprop(params, lr=0.1, etas=(0.4, 1.3)),
+    "adafactor": lambda params: torch.optim.Adafactor(params, weight_decay=0.1, eps=(1e-7, 1e-2)),
+    "muon": lambda params: torch.optim.Muon([p for p in params if p.dim() == 2], lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", FOR_LOOPS)
+def test_for_loops_of_torch(name: str) -> None:
+    """Seven steps from the start, and from a state that torch has left; the state comes back as torch has it."""
+    example, eager = models.mlp(), models.mlp()
+    optimizer, theirs = FOR_LOOPS[name](example.model.parameters()), FOR_LOOPS[name](eager.model.parameters())
+    scheduler, of_theirs = (torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (optimizer, theirs))
+
+    def step() -> torch.Tensor:
+        theirs.zero_grad()
+        loss: torch.Tensor = eager.loss(eager.model(*eager.inputs), *eager.targets)
+        loss.backward()
+        theirs.step()
+        of_theirs.step()
+        return loss
+
+    for _ in range(2):
+        program = captured(example, optimizer)
+        plan = passes.emit(program)
+        with runtime.Session(plan, program.state, binding="cpu", optimizer=optimizer) as session:
+            for _ in range(4):
+                assert torch.equal(session.step(*example.inputs, *example.targets), step())
+                scheduler.step()
+            found, expected = session.optimizer_state_dict(), theirs.state_dict()
+            assert found["state"].keys() == expected["state"].keys()
+            for index, kept in expected["state"].items():
+                assert all(torch.equal(found["state"][index][key], tensor) for key, tensor in kept.items())
+            example.model.load_state_dict(session.state_dict())
+            optimizer.load_state_dict(found)
+    assert all(map(torch.equal, example.model.parameters(), eager.model.parameters()))
+
+
+def test_tables_whose_update_computes_with_all_of_a_matrix_are_not_split() -> None:
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(6, 4), torch.nn.Linear(4, 2, bias=False))
+    bags = torch.tensor([[0, 1], [2, 3], [4, 5]])
+    optimizer = torch.optim.Muon(model.parameters())
+    program = graphir.capture(model, (bags,), loss=lambda out: out.square().sum(), optimizer=optimizer)
+    with pytest.raises(graphir.PassError, match=r"graphir\.muon reads it, its gradient"):
+        passes.shard(program, {"0": ("rows", [0, 1])}, [0, 1])
 
 
 def test_subclasses_of_optimizers() -> None:

@@ -111,8 +111,8 @@ def everything():
     )
     interface = Interface(
         "[1]", (Slot(name, 1, 2.5), Slot(None, None, math.inf)), "y", (Slot("y"), Slot(None, None, 3)), "[]",
-        {name: "y"}, "SGD", {name: {"m": "y"}},
-        (ParamGroup("lr", (name,), {"betas": (0.9, math.inf), "fused": None}), ParamGroup("lr", (), {})),
+        {name: "y"}, ("SGD", "Adam"), {name: {"m": "y"}},
+        (ParamGroup("lr", (name,), {"betas": (0.9, math.inf), "fused": None}), ParamGroup("lr", (), {}, {}, 1)),
         True, {name: "y"},
     )  # fmt: skip
     return Program(name, net, net, {"batch": 2}, Covers(fixed="why"), ("gpu_0/", "gpu_1/"), interface, ("a", "b"))
@@ -144,6 +144,21 @@ def test_files_of_version_3_are_read(name):
     made = passes.emit(program)
     assert plan == (made.with_(values={}) if name == "summed" else made)
     assert runtime.check(plan) == []
+
+
+@pytest.mark.parametrize("kept", ["SGD", ""])
+def test_files_of_version_4_have_one_optimizer_or_none(kept, tmp_path):
+    save(everything(), tmp_path / "p.json")
+    document = json.loads((tmp_path / "p.json").read_text())
+    interface = document["program"]["interface"]
+    del interface["optimizers"]
+    interface["param_groups"] = [group[:4] for group in interface["param_groups"]] if kept else []
+    document |= {"version": 4}
+    interface["optimizer"] = kept
+    (tmp_path / "p.json").write_text(json.dumps(document))
+    found = load(tmp_path / "p.json").interface
+    assert found.optimizers == ((kept,) if kept else ())
+    assert [group.optimizer for group in found.param_groups] == ([0, 0] if kept else [])
 
 
 def test_a_net_of_version_3_is_read(tmp_path):
@@ -419,7 +434,7 @@ def test_a_folder_is_refused(tmp_path):
 def test_a_newer_version_is_refused(net_file):
     with pytest.raises(FileError) as caught:
         load(changed(net_file, "version", to=7))
-    assert caught.value.what == "the file has version 7 of its format, this graphir reads versions 3 to 4"
+    assert caught.value.what == "the file has version 7 of its format, this graphir reads versions 3 to 5"
     assert caught.value.where == str(net_file)
     assert "install a graphir that reads this version" in caught.value.fix
 
