@@ -10,21 +10,23 @@ A captured operator reads the same at every site but for its names, which get th
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Final, TypeAlias
 
 from pydantic import BeforeValidator, ValidationInfo
 
-from graphir.errors import PassError
+from graphir.errors import PassError, nearest
 from graphir.ir.blob import STATE_ROLES, Blob
 from graphir.ir.device import Device, gpu
 from graphir.ir.frozen import FrozenDict
 from graphir.ir.names import fresh, replica_prefix
 from graphir.ir.net import Net
 from graphir.ir.operator import Arg, Operator, map_arg
-from graphir.ir.program import Program
+from graphir.ir.program import Gathered, Program
 from graphir.ir.shares import divided, read_shares
 from graphir.ir.size import BATCH, Polynomial, Shape, Size, dimension, rename_dims
+from graphir.ir.structure import names, read_structure
 
 from .base import OptionError, read_option
 from .sparse_reduction import reduce_sparse, sparse_gradients
@@ -38,6 +40,7 @@ __all__ = [
     "dims_of",
     "distinct",
     "divided_anew",
+    "gathered",
     "gradient_reduction",
     "reduced",
     "replica_sites",
@@ -91,8 +94,33 @@ def require_one_result(program: Program, replicas: int) -> None:
         if fetch.batch_dim is None and fetch.gather is None:
             raise PassError(
                 f"nothing tells what result {fetch.blob!r} of {replicas} replicas of program {program.name!r} is",
-                fix="return its rows, a sum over the batch, or a floating-point number, which is averaged",
+                fix="return its rows, a sum over the batch, or a floating-point number, which is averaged; or say what "
+                "it is: gather={NAME: 'first'}, 'mean', 'sum', 'min', 'max', 'cat' or 'each'",
             )
+
+
+def gathered(program: Program, gather: Mapping[str, Gathered]) -> Program:
+    """The program whose results of several replicas become one as *gather* says, by the keys that lead to a result.
+
+    Raises:
+        PassError: there is no such result, or it is no tensor.
+    """
+    interface = program.interface
+    named = [] if interface.results is None else list(names(read_structure(interface.results)))
+    fetches = list(interface.fetches)
+    for name, how in gather.items():
+        if name not in named:
+            raise PassError(
+                f"gather names {name!r}, which is no result of program {program.name!r}{nearest(name, named)}",
+                fix=f"results: {', '.join(named)}" if named else "the program returns its loss alone: the mean",
+            )
+        at = named.index(name)
+        if fetches[at].blob is None:
+            raise PassError(
+                f"gather names {name!r}, which is no tensor", fix="leave it out: all replicas have the same"
+            )
+        fetches[at] = fetches[at]._replace(batch_dim=None, gather=how)
+    return program.with_(interface=replace(interface, fetches=tuple(fetches))) if gather else program
 
 
 class Site:

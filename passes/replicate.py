@@ -13,7 +13,7 @@ each replica's share of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
@@ -23,7 +23,7 @@ from graphir.errors import PassError
 from graphir.ir.device import DeviceName
 from graphir.ir.names import replica_prefix
 from graphir.ir.net import Net
-from graphir.ir.program import Interface, Program, Slot
+from graphir.ir.program import Gathered, Interface, Program, Slot
 
 from .base import Gpu, Pass, build, register
 from .callbacks import Callback, OnReplica, defines_callback, with_callbacks
@@ -34,6 +34,7 @@ from .replicas import (
     dims_of,
     distinct,
     divided_anew,
+    gathered,
     reduced,
     replica_sites,
     require_one_result,
@@ -54,6 +55,7 @@ class Replicate(Pass):
     devices: Annotated[tuple[Gpu, ...], AfterValidator(distinct)]
     reduction: Literal["mean", "sum"] = "mean"
     shares: Shares = ()
+    gather: dict[str, Gathered] = {}  # noqa: RUF012
     on_replica: OnReplica = None
 
     def require_order(self, program: Program) -> None:
@@ -85,6 +87,8 @@ class Replicate(Pass):
             others, fix = f"on_replica={self.on_replica}", "leave on_replica out"
         elif self.reduction != program.reduction:
             others, fix = f"reduction={self.reduction}", f"give reduction={program.reduction!r}"
+        elif self.gather:
+            others, fix = f"gather={self.gather}", "leave gather out"
         if others:
             raise PassError(
                 f"program {program.name!r} has replicas on these devices, which get other shares alone, not {others}",
@@ -93,6 +97,7 @@ class Replicate(Pass):
         return divided_anew(program, self.shares)
 
     def _copied(self, program: Program) -> Program:
+        program = gathered(program, self.gather)
         require_one_result(program, len(self.devices))
         covers = program.covers
         sites = replica_sites(program, self.devices, self.name)
@@ -116,6 +121,7 @@ def replicate(
     *,
     reduction: Literal["mean", "sum"] = "mean",
     shares: Sequence[int] | None = None,
+    gather: Mapping[str, Gathered] | None = None,
     on_replica: Callback | None = None,
 ) -> Program:
     """One replica of a captured program per device, gradients averaged (or summed) in replica order.
@@ -129,6 +135,11 @@ def replicate(
     three quarters of the rows of each batch. Replica r gets ``ceil(rows * shares[r] / sum(shares))`` rows, the replicas
     before it first, as long as there are rows; with equal shares, the default, that is torch.chunk's rule. The sizes
     at which the program is predicted have, over all replicas, as many rows as with equal shares.
+
+    *gather* says what results of a step function are over the replicas, by the keys that lead to a result: ``{"norm":
+    "first", "pair.0": "max"}``. ``first`` is the first replica's, ``mean`` the mean by shares, ``sum``, ``min`` and
+    ``max`` are of each number, ``cat`` puts tensors together along their first dimension and numbers into a vector,
+    ``each`` is a list. By default, the step tells; see :doc:`capture`.
 
     A program that is replicated or sharded over these *devices* already, in this order, gets these *shares*, and stays
     as it is otherwise, wherever its operators were placed: other shares need no other operators.
@@ -145,7 +156,10 @@ def replicate(
             captured batches; there is a callback and the program was loaded, so that it has no module, or the callback
             raises. Nothing has changed then.
     """
-    return build(Replicate, devices=devices, reduction=reduction, shares=shares, on_replica=on_replica)(program)
+    made = build(
+        Replicate, devices=devices, reduction=reduction, shares=shares, gather=gather or {}, on_replica=on_replica
+    )
+    return made(program)
 
 
 def _interleave(net: Net, sites: Sequence[Site]) -> Net:

@@ -57,7 +57,7 @@ from ..errors import (
 )
 from ..ir.device import DeviceName
 from ..ir.plan import Plan
-from ..ir.program import Program
+from ..ir.program import Gathered, Program
 from ..ir.tensor import same_bits
 from .placing import Placing
 from .plan_cache import ModuleGuard, PlanCache, told
@@ -97,6 +97,7 @@ class Compiled:
         shares: the ratio of the replicas' rows, as :func:`graphir.passes.replicate` takes them, or ``auto`` for what
             :func:`graphir.passes.balance` chooses within *limits*, by speed and memory, for the first plan; later ones
             keep it. Equal by default.
+        gather: what results are over the replicas, as :func:`graphir.passes.replicate` takes it.
         limits: by device, the most that a plan may hold there, as ``{"gpu:0": "3.3 GiB", "gpu:1": "3.3 GiB"}``, or
             ``auto`` for what is free, which is printed to standard error: what :func:`graphir.passes.balance` chooses.
             Later captures keep modules where they are. With ``accumulate=4``, or another number, micro-batches flow
@@ -131,6 +132,7 @@ class Compiled:
         batch_dims: Any = None,
         devices: Sequence[DeviceName] = (0,),
         shares: Sequence[int] | Literal["auto"] | None = None,
+        gather: Mapping[str, Gathered] | None = None,
         limits: Mapping[DeviceName, int | str] | Literal["auto"] | None = None,
         topology: Topology | str | None = None,
         passes: str | Callable[[Program], Program] = "",
@@ -162,7 +164,7 @@ class Compiled:
         if shares == "auto" and limits is None:
             raise PassError("shares='auto' is of a placement, and nothing is placed without limits", fix="give limits")
         given = build(Replicate, devices=devices, shares=None if shares == "auto" else shares)
-        self._devices, self._shares = given.devices, given.shares
+        self._devices, self._shares, self._gather = given.devices, given.shares, gather
         self._passes: Callable[[Program], Program] | None = None
         if passes:
             self._passes = Pipeline(passes) if isinstance(passes, str) else passes
@@ -440,7 +442,7 @@ class Compiled:
     def _replicated(self, captured: Program, *, first: bool) -> Program:
         """A replica on each device. A later batch that *shares* cannot divide is for one replica alone."""
         try:
-            return replicate(captured, self._devices, shares=self._shares or None)
+            return replicate(captured, self._devices, shares=self._shares or None, gather=self._gather)
         except PassError as e:
             if first:
                 raise

@@ -20,8 +20,8 @@ from torch import Tensor, fx
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.utils import _pytree as pytree
 
+from graphir.ir.structure import read_structure, tree_spec
 from graphir.runtime.interface.arguments import Arguments
-from graphir.runtime.interface.structure import read_structure, tree_spec
 from graphir.runtime.kernels.invoke import perform
 from graphir.runtime.state import State
 

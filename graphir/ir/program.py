@@ -45,7 +45,7 @@ Note: TypeAlias = "int | float | bool | str | tuple[Note, ...] | Mapping[str, No
 Scalar: TypeAlias = int | Annotated[float, BeforeValidator(_number)] | bool | str | None
 
 
-Gathered: TypeAlias = Literal["first", "mean", "sum"]
+Gathered: TypeAlias = Literal["first", "mean", "sum", "min", "max", "cat", "each"]
 """How the results of replicas become one."""
 
 
@@ -57,8 +57,9 @@ class Slot(NamedTuple):
         batch_dim: the dimension along which an argument is split over the replicas, and a result gathered from them;
             None: an argument is passed whole to each, and *gather* says what becomes of a result.
         value: the leaf itself where it is not a tensor. An argument must equal this leaf; a result returns it.
-        gather: what a result of several replicas is: that of the first, the mean by their shares of the batch, or the
-            sum; None: nothing in the step tells.
+        gather: what a result of several replicas is: that of the first; the mean by their shares of the batch; the
+            sum, the least or the largest of each number; all along the first dimension, numbers as a vector; a list
+            with each replica's; None: nothing in the step tells.
     """
 
     blob: str | None

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from graphir.ir.structure import read_structure
 from graphir.passes import Halves, emit
 from graphir.runtime import Function
-from graphir.runtime.interface.structure import read_structure
 from graphir.runtime.machine.places import Binding
 
 from ..capturing.seeded import seeded

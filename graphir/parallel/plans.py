@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from graphir.ir.structure import read_structure, unflatten
 from graphir.passes import emit, replicate, split_backward
 from graphir.runtime import Function
 from graphir.runtime.interface.scatter import Scatter
-from graphir.runtime.interface.structure import read_structure, unflatten
 from graphir.runtime.interface.witness import witness_of
 from graphir.runtime.machine.places import Binding, places_of
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from graphir.errors import SessionError, counted
 from graphir.ir.program import Slot
-
-from .structure import flatten, paths, read_structure
+from graphir.ir.structure import flatten, paths, read_structure
 
 __all__ = ["Arguments"]
 

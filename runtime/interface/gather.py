@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -13,10 +13,10 @@ from graphir.errors import SessionError, counted
 from graphir.ir.names import base_name
 from graphir.ir.program import Program, Scalar, Slot
 from graphir.ir.size import BATCH, Dims
+from graphir.ir.structure import paths, read_structure, unflatten
 
 from ..kernels.communication import all_reduce, mean_weights
 from ..kernels.joined import Joined
-from .structure import paths, read_structure, unflatten
 
 __all__ = ["Gather"]
 
@@ -72,19 +72,27 @@ class Gather:
             ]
         return unflatten(self.structure, iter(leaves)) if self.structure is not None else tuple(leaves)
 
-    def slot(self, fetch: Slot, found: Sequence[Tensor], dims: Dims) -> Tensor | Scalar:
+    def slot(self, fetch: Slot, found: Sequence[Tensor], dims: Dims) -> Tensor | Scalar | list[Tensor]:
         """One result of several replicas'."""
         if not found:
             return fetch.value
         if len(found) == 1:
-            return found[0].clone()
+            alone = found[0].clone()
+            return [alone] if fetch.gather == "each" else alone[None] if _is_number_of_many(fetch, alone) else alone
         if fetch.batch_dim is not None:
             return torch.cat([part.to(found[0].device) for part in found], fetch.batch_dim)
         if fetch.gather == "mean":
             return self.mean(found, dims)
+        if fetch.gather == "each":
+            return [part.clone() for part in found]
+        if fetch.gather in (None, "first"):
+            return found[0].clone()
+        here = [part.to(found[0].device) for part in found]
         if fetch.gather == "sum":
-            return all_reduce([part.to(found[0].device) for part in found], None)
-        return found[0].clone()
+            return all_reduce(here, None)
+        if fetch.gather == "cat":
+            return torch.cat(here) if here[0].dim() else torch.stack(here)
+        return reduce(torch.minimum if fetch.gather == "min" else torch.maximum, here)
 
     def mean(self, found: Sequence[Tensor], dims: Dims) -> Tensor:
         """The mean of what replicas have, each weighted by its share of the batch, as ``AllReduce`` forms it."""
@@ -112,3 +120,8 @@ class Gather:
             tensors = [held[blob] for blob in interface.blobs_of(name)]
             found[params.get(name, name)] = Joined(dim, tensors).clone()
         return found
+
+
+def _is_number_of_many(fetch: Slot, found: Tensor) -> bool:
+    """Whether a result of one replica is a vector all the same, with one number for each replica."""
+    return fetch.gather == "cat" and not found.dim()

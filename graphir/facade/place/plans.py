@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from graphir.ir.structure import read_structure
 from graphir.passes import Halves, emit, split_backward
 from graphir.runtime import Function
 from graphir.runtime.interface.scatter import Scatter
-from graphir.runtime.interface.structure import read_structure
 from graphir.runtime.interface.witness import witness_of
 
 from ...analysis.certify import Certificate, certify

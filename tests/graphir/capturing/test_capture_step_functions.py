@@ -278,6 +278,40 @@ def test_results_of_replicas() -> None:
         model.load_state_dict({name: program.state[name] for name in model.state_dict()})
 
 
+def test_results_of_replicas_are_what_their_user_says() -> None:
+    model = nn.Linear(8, 4)
+
+    def step(x: Tensor) -> dict[str, Any]:
+        out = model(x)
+        found = out.argmax(1)
+        sizes = {"least": found.amin(), "most": found.amax(), "sum": found.amax(), "first": found.amin()}
+        return {**sizes, "all": found.amax(), "pair": (out.mean(), out.mean(0)), "each": out, "n": 2}
+
+    program = graphir.capture(step, (X,))
+    gather: dict[str, Any] = {"least": "min", "most": "max", "sum": "sum", "first": "first", "all": "cat"}
+    gather |= {"pair.0": "max", "pair.1": "cat", "each": "each"}
+    replicated = passes.replicate(program, [0, 1], gather=gather)
+    assert passes.Pipeline(replicated.history[0])(program) == replicated
+    found = session_of(replicated).step(X)
+    one, two = step(X[:3]), step(X[3:])
+    assert bits(found["each"]) == bits([one["each"], two["each"]])
+    assert bits(found["least"]) == bits(torch.minimum(one["least"], two["least"]))
+    assert bits(found["most"]) == bits(torch.maximum(one["most"], two["most"]))
+    assert bits(found["sum"]) == bits(one["sum"] + two["sum"]) and bits(found["first"]) == bits(one["first"])
+    assert bits(found["all"]) == bits(torch.stack([one["all"], two["all"]]))
+    assert bits(found["pair"]) == bits(
+        (torch.maximum(one["pair"][0], two["pair"][0]), torch.cat([one["pair"][1], two["pair"][1]]))
+    )
+    compiled = graphir.compile(step, (X,), devices=[0, 1], gather=gather, session={"binding": "cpu"})
+    assert bits(compiled(X)) == bits(found)
+    with pytest.raises(
+        PassError, match="gather names 'lest', which is no result of program 'step'; did you mean 'least'"
+    ):
+        passes.replicate(program, [0, 1], gather={"lest": "min"})
+    with pytest.raises(PassError, match="gather names 'n', which is no tensor"):
+        passes.replicate(program, [0, 1], gather={"n": "min"})
+
+
 def test_a_result_of_replicas_that_nothing_tells() -> None:
     model = net().eval()
 

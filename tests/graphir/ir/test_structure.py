@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from graphir.runtime.interface.structure import flatten, paths, read_structure, tree_spec, unflatten
 from torch.utils import _pytree
 
 import graphir
 from graphir.errors import SessionError
+from graphir.ir.structure import flatten, paths, read_structure, tree_spec, unflatten
 
 Point = collections.namedtuple("Point", ["a", "b"])
 _pytree._register_namedtuple(Point, serialized_type_name="test_structure.Point")

@@ -16,9 +16,9 @@ from typing import Any, Final, NamedTuple
 
 from torch.utils import _pytree
 
-from graphir.errors import SessionError
+from ..errors import SessionError
 
-__all__ = ["Node", "flatten", "paths", "read_structure", "tree_spec", "unflatten"]
+__all__ = ["Node", "flatten", "names", "paths", "read_structure", "tree_spec", "unflatten"]
 
 _PROTOCOL: Final = 1
 _CONTAINERS: Final[dict[str, type[Any]]] = {
@@ -147,6 +147,14 @@ def _json(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return None
+
+
+def names(node: Node, name: str = "") -> Iterator[str]:
+    """The keys that lead to each leaf: ``loss``, ``pair.0``."""
+    if node.is_leaf:
+        yield name
+    for key, child in zip(node.keys, node.children, strict=True):
+        yield from names(child, f"{name}.{key}" if name else str(key))
 
 
 def paths(node: Node, path: str) -> Iterator[str]:
