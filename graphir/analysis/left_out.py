@@ -16,7 +16,7 @@ A replica without rows executes nothing of its forward and backward:
 3. State that its forward or backward writes, such as running statistics, stays as it is.
 4. What its other operators make is left out where nobody reads it any more.
 
-Updates stay, so that parameters and optimizer state are the same on all replicas.
+Updates of state stay, so that parameters and optimizer state are the same on all replicas.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ class LeftOut:
 
     def _may_drop(self, op: Operator) -> bool:
         of_replica = bool(op.outputs) and all(prefix_of(name) in self._without for name in op.outputs)
-        return of_replica and op.phase != "update" and not self._writes_state(op)
+        return of_replica and not self._writes_state(op)
 
     # The program
 

@@ -6,6 +6,8 @@ import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 import graphir
 from graphir import passes, runtime
-from graphir.errors import CaptureError, SessionError
+from graphir.errors import CaptureError, PassError, SessionError
 
 X, Z = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)), torch.ones(6, 4)
 
@@ -385,3 +387,38 @@ def test_parameters_that_a_list_holds_are_the_modules() -> None:
         return step
 
     is_eager(make)
+
+
+def results_of(program: graphir.Program, state: Any) -> list[Any]:
+    """What three steps return, the last of them with a replica that has no rows, and all state behind them."""
+    draw, found = torch.Generator().manual_seed(1), []
+    with runtime.Session(passes.emit(program), state, binding="cpu") as session:
+        for rows in (6, 6, 4):
+            batch = torch.randn(rows, 8, generator=draw), torch.randn(rows, 4, generator=draw)
+            found.append(bits(session.step(*batch)))
+        return [*found, {name: tensor.tolist() for name, tensor in session.state_dict().items()}]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_passes_in_random_orders_change_no_bit(seed: int) -> None:
+    random = Random(seed)
+    make = random.choice([*MAKES, *map(averaged_by, AVERAGES)])
+    program = graphir.capture(make(nets()), (X, Z))
+    replicated = random.random() < 0.4
+    before = passes.replicate(program, [0, 1], shares=random.choice([None, [2, 1]])) if replicated else program
+    placed, modules = before, list(before.module_paths)
+    for _ in range(random.randint(1, 4)):
+        module, there = random.choice([*modules, "**"]), {0: 2, 1: 3} if replicated else {0: 1}
+        edits: list[Callable[[graphir.Program], graphir.Program]] = [
+            lambda program, module=module, there=there: passes.shift_modules(program, {module: there}),
+            lambda program, module=module: passes.recompute(program, module),
+            lambda program, module=module: passes.park(program, module, "cpu:0"),
+            lambda program: passes.park(program, "**.momentum_buffer", "cpu:0"),
+        ]
+        with suppress(PassError):
+            placed = random.choice(edits)(placed)
+    placed = passes.inject_copies(placed)
+    if random.random() < 0.5:
+        placed = passes.share_storage(placed)
+    graphir.certify(before, placed)
+    assert results_of(placed, program.state) == results_of(before, program.state)
