@@ -25,8 +25,9 @@ from graphir.ir.net import Net
 from graphir.ir.operator import Arg, Operator, map_arg
 from graphir.ir.program import Gathered, Program
 from graphir.ir.shares import divided, read_shares
-from graphir.ir.size import BATCH, Polynomial, Shape, Size, dimension, rename_dims
+from graphir.ir.size import BATCH, Polynomial, Shape, Size, add, dimension, multiply, rename_dims
 from graphir.ir.structure import names, read_structure
+from graphir.ir.text import operator_text
 
 from .base import OptionError, read_option
 from .sparse_reduction import reduce_sparse, sparse_gradients
@@ -44,6 +45,7 @@ __all__ = [
     "gradient_reduction",
     "reduced",
     "replica_sites",
+    "require_alike",
     "require_one_result",
     "shares_of",
 ]
@@ -305,11 +307,23 @@ def reduced(
     for (indices, values), param in sparse.items():
         pairs = [(site.blob_name(indices), site.blob_name(values)) for site in sites]
         reductions += reduce_sparse(pairs, [site.blob_name(param) for site in sites], args, blobs, renamed, by)
+    _move_views(net, blobs, renamed)
     return net.with_(
         ops=tuple(_before_updates(net.ops, reductions, renamed)),
         blobs=blobs,
         external_outputs=tuple([renamed.get(name, name) for name in net.external_outputs]),
     )
+
+
+def _move_views(net: Net, blobs: dict[str, Blob], renamed: Mapping[str, str]) -> None:
+    """Let views that an update makes of a gradient be views of the reduced one."""
+    bases = {name: (reduced, net.blobs[name].offset) for name, reduced in renamed.items()}
+    for op in net.ops if bases else ():
+        for output, source in op.effects.views if op.phase == "update" else ():
+            if (base := bases.get(op.inputs[source])) is not None:
+                view, (storage, offset) = blobs[op.outputs[output]], base
+                blobs[view.name] = view._replace(storage=storage, offset=add(view.offset, multiply(offset, -1)))
+                bases[view.name] = base
 
 
 def _before_updates(
@@ -351,11 +365,40 @@ def gradient_reduction(program: Program) -> Mapping[str, Arg]:
 
 
 def _reduced_gradients(step: Net) -> list[str]:
-    """Blobs that the backward makes and an update reads or the caller gets, in the order in which they are made."""
+    """Gradients of parameters that an update reads or the caller gets, in the order in which they are made: what the
+    backward makes, but for gradients of activations. These are each replica's own, and so is all of the forward."""
     wanted = {name for op in step.ops if op.phase == "update" for name in op.inputs}
     wanted.update(name for name in step.external_outputs if step.blobs[name].role == "gradient")
-    made = [name for op in step.ops if op.phase in ("forward", "backward") for name in op.outputs]
-    return [name for name in dict.fromkeys(made) if name in wanted and step.blobs[name].role not in STATE_ROLES]
+    wanted.difference_update(step.gradients.values())
+    phases = {name: op.phase for op in step.ops if op.phase in ("forward", "backward") for name in op.outputs}
+    made = [name for name, phase in phases.items() if phase == "backward" or step.blobs[name].role == "gradient"]
+    return [name for name in made if name in wanted and step.blobs[name].role not in STATE_ROLES]
+
+
+def require_alike(program: Program) -> None:
+    """Refuse a program whose replicas would come to differ in parameters or in the optimizer's state: an update of them
+    reads what each replica computes of its own rows, or draws.
+
+    Raises:
+        PassError: there is one.
+    """
+    step = program.step
+    reduced = {*_reduced_gradients(step), *(name for pair in sparse_gradients(step) for name in pair)}
+    own = {str(feed.blob) for feed in program.interface.feeds if feed.batch_dim is not None}
+    for op in step.ops:
+        update = op.phase == "update"
+        read = [name for name in op.inputs if name in own and not (update and name in reduced)]
+        if not read and op.seed is None:
+            continue
+        written = [name for name in op.outputs if step.blobs[name].role in ("param", "state")] if update else ()
+        for name in written:
+            raise PassError(
+                f"replicas of program {program.name!r} would come to differ: each updates {name!r} by "
+                + (f"{read[0]!r}, which it computes of its own rows" if read else "what it draws"),
+                at=operator_text(op, step),
+                fix="update by gradients and state alone; or run it on one device",
+            )
+        own.update(name for name in op.outputs if step.blobs[name].role not in STATE_ROLES)
 
 
 def _reading(op: Operator, renamed: Mapping[str, str]) -> Operator:

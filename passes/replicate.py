@@ -37,6 +37,7 @@ from .replicas import (
     gathered,
     reduced,
     replica_sites,
+    require_alike,
     require_one_result,
 )
 from .standing import Order
@@ -99,6 +100,8 @@ class Replicate(Pass):
     def _copied(self, program: Program) -> Program:
         program = gathered(program, self.gather)
         require_one_result(program, len(self.devices))
+        if len(self.devices) > 1:
+            require_alike(program)
         covers = program.covers
         sites = replica_sites(program, self.devices, self.name)
         copied = _interleave(program.step, sites)

@@ -34,7 +34,7 @@ from .callbacks import defines_callback, with_callbacks
 from .exchange import Exchange
 from .module_patterns import claims, leaves_out
 from .regions import REPLICATED, Regions
-from .replicas import BEFORE_SPREAD, Shares, distinct, reduced, require_one_result
+from .replicas import BEFORE_SPREAD, Shares, distinct, reduced, require_alike, require_one_result
 from .shard_homes import STRATEGIES, homes_of
 from .shift_modules import Move
 from .standing import Order
@@ -82,6 +82,8 @@ class Shard(Pass):
                 f"the operators of {program.name!r} do not say which module they came from", fix="capture the model"
             )
         require_one_result(program, len(self.devices))
+        if len(self.devices) > 1:
+            require_alike(program)
         devices = [gpu(device) for device in self.devices]
         claimed = claims(program, self.placement)  # of the modules that there are, before there are blocks
         whole = {pattern: target for pattern, target in self.placement.items() if isinstance(target, str)}

@@ -13,7 +13,7 @@ import torch
 
 from ...errors import CaptureError
 from ..isolate.around import Around, globals_of
-from ..isolate.containers import is_pythons
+from ..isolate.containers import HOLDERS, is_pythons
 
 __all__ = ["StepFunction", "around_of", "read_function"]
 
@@ -192,7 +192,7 @@ class _Search:
             if not isinstance(value, tuple):
                 self.around.saw(name, value)
             yield from (("", item) for item in value)
-        elif hasattr(value, "__dict__") and not is_pythons(type(value)):
+        elif hasattr(value, "__dict__") and (isinstance(value, HOLDERS) or not is_pythons(type(value))):
             self.around.saw(name, value)
             yield from list(vars(value).items())
             if value is self._function:

@@ -6,15 +6,19 @@ A recording leaves them as they were, and a step that changes one is refused: a 
 from __future__ import annotations
 
 import contextlib
+import dis
 from collections import deque
 from collections.abc import Iterator, Sequence
 from types import CellType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ...errors import CaptureError
 from .containers import fill, is_untouched, items_of
 
 __all__ = ["Around", "Names", "globals_of"]
+
+
+_READ_NAMES: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 
 
 def globals_of(function: FunctionType) -> list[str]:
@@ -23,7 +27,7 @@ def globals_of(function: FunctionType) -> list[str]:
     codes = [function.__code__]
     while codes:
         code = codes.pop()
-        found.update(dict.fromkeys(code.co_names))
+        found.update(dict.fromkeys([i.argval for i in dis.get_instructions(code) if i.opname in _READ_NAMES]))
         codes += [constant for constant in code.co_consts if isinstance(constant, type(code))]
     return [name for name in found if name in function.__globals__]
 

@@ -13,7 +13,7 @@ step's own lines, as a backward does, run with the mode on.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType, FunctionType
 from typing import Any, Final, TypeAlias
 
@@ -34,8 +34,8 @@ class TorchFunctions(TorchFunctionMode):
 
     Args:
         tables: the handlers; no two tables have a function in common.
-        standing: gives the tensor in the place of one that the step holds, for what tells tensors apart by themselves;
-            None where there is none.
+        standing: gives the tensor in the place of one that the step holds, such as a parameter in a list; None where
+            there is none.
     """
 
     def __init__(self, *tables: Handlers, standing: Callable[[Any], Any] | None = None) -> None:
@@ -47,7 +47,7 @@ class TorchFunctions(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if self._standing is not None and func in _OF_THE_TENSOR_ITSELF:
+        if self._standing is not None and _holds_some((*args, *(kwargs or {}).values())):
             args, kwargs = pytree.tree_map(self._standing, (args, kwargs or {}))
         handler = self._handlers.get(func)
         if handler is not None:
@@ -66,6 +66,18 @@ class TorchFunctions(TorchFunctionMode):
         """The mode is active, and torch's modules take the kernels that they take without it."""
         with self, replaced(torch.overrides, {"has_torch_function": _has_torch_function}):
             yield
+
+
+def _holds_some(values: Iterable[Any]) -> bool:
+    """Whether some of these are tensors from outside of the recording, whose tensors are fakes."""
+    for value in values:
+        kind = type(value)
+        if kind in _PLAIN or (kind in (list, tuple) and any(type(item) in _PLAIN for item in value)):
+            return True
+    return False
+
+
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 
 
 def past_functions(frame: FrameType) -> FrameType:
@@ -110,12 +122,3 @@ _RUN_THE_STEPS: Final = {
     )
 }
 """Functions that run the step's own lines."""
-
-_PROPERTIES: Final = [getattr(torch.Tensor, name) for name in ("grad", "data", "requires_grad")]
-_OF_THE_TENSOR_ITSELF: Final = frozenset(
-    {
-        *(access for found in _PROPERTIES for access in (found.__get__, found.__set__)),
-        *(torch.Tensor.requires_grad_, torch.Tensor.register_hook, torch.autograd.grad),
-    }
-)
-"""Functions whose arguments have something that no operator reads."""

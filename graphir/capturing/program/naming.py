@@ -142,8 +142,9 @@ def _made_of(value: Value, found: Mapping[int, str]) -> str:
 def _update_name(value: Value, found: Mapping[int, str], names: Names, modules: frozenset[str]) -> str:
     """The name of a value of the update: after the gradient that it is made of; if it is made of all, its own."""
     base = value.claim
-    if base is None and value.call is not None:
-        base = f"{found[(value.source or value.call.inputs[0]).index]}.{value.label}"
+    of = value.source or next(iter(value.call.inputs if value.call is not None else ()), None)
+    if base is None and of is not None:
+        base = f"{found[of.index]}.{value.label}"
     return names.take(base or value.label, modules)
 
 

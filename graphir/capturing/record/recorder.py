@@ -438,6 +438,10 @@ class Recorder(Tape, TorchDispatchMode):
         call.outputs = (*returned, *fresh.values())
         self.calls.append(call)
 
+    def overwrite(self, tensor: torch.Tensor, value: Value) -> None:
+        """Let *tensor* show *value* from now on, as if it were written there."""
+        self._store_value(self._alias(tensor), value)
+
     def _store_value(self, target: Alias, new: Value) -> None:
         """Let *target* show *new*, and let every other tensor on its memory show the change."""
         store = target.store

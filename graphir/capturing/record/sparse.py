@@ -37,11 +37,13 @@ class SparseTensors:
 
     Attributes:
         gradients: the gradients of parameters, by the index of the parameter's value.
+        finished: likewise the tensors.
     """
 
     def __init__(self) -> None:
         self._shown: dict[int, tuple[torch.Tensor, SparseValue]] = {}
         self.gradients: dict[int, SparseValue] = {}
+        self.finished: dict[int, torch.Tensor] = {}
 
     def finish(self, tape: Tape, param: Value, tensor: torch.Tensor) -> None:
         """Note the gradient of a parameter, in values that belong to no other gradient.
@@ -57,7 +59,7 @@ class SparseTensors:
             values = tape.apply(_aten.clone.default, values, memory_format=torch.contiguous_format)
         elif values.phase == "forward" or any(values is known.values for known in self.gradients.values()):
             values = tape.apply(_aten.alias.default, values)
-        self.gradients[param.index] = SparseValue(indices, values)
+        self.gradients[param.index], self.finished[param.index] = SparseValue(indices, values), tensor
 
     def _read(self, tensor: torch.Tensor) -> SparseValue:
         return self._shown[id(tensor)][1]

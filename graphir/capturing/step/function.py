@@ -12,11 +12,14 @@ one update for each parameter that has a gradient. What comes behind reads the p
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 from torch.utils import _pytree as pytree
 
@@ -36,6 +39,7 @@ from .gradients import Finished, update
 from .micro_batches import early
 from .recorded_step import Outcome, Recording
 from .scaling import Scaling
+from .unread import UnreadGroup, UnreadState, unread
 
 __all__ = ["FunctionRun", "warn_of_unread"]
 
@@ -70,6 +74,8 @@ class FunctionRun:
         self._begun: int | None = None
         self._last = 0
         self._added_to: list[Value] = []
+        self._updated_by_earlier: list[Value] = []
+        self._sparse: dict[int, torch.Tensor] = {}
         self._finished: list[tuple[Value, Value]] = []
         self._steps = False
         self._earlier: set[int] = set()
@@ -92,7 +98,9 @@ class FunctionRun:
         return {
             torch.Tensor.backward: self._backward,
             torch.autograd.backward: self._backward_of,
+            torch.autograd.grad: self._grad,
             torch.Tensor.zero_: self._zero,
+            torch._foreach_zero_: self._zero_each,
             torch._foreach_lerp_: _lerp_each,
         }
 
@@ -100,21 +108,21 @@ class FunctionRun:
     def in_place(self) -> Iterator[None]:
         """While this is active, optimizers have fakes for parameters, and these the gradients of an earlier step."""
         optimizers = list(self._function.optimizers.values())
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        saved = [list(group["params"]) for group in groups]
-        patched: list[tuple[Any, Mapping[str, Any]]] = [(o, {"step": self._step_of(o)}) for o in optimizers]
+        patched: list[tuple[Any, Mapping[str, Any]]] = [(o, self._optimizer(o)) for o in optimizers]
         if self._scaling is not None:
             patched.append((self._function.scaler, self._scaling.methods()))
         own = [(vars(of), {name: vars(of)[name] for name in names if name in vars(of)}) for of, names in patched]
         params = [fake for fake in self._fakes.values() if fake.requires_grad]
         stack = contextlib.ExitStack()
         try:
-            for scheduler in _schedulers(LRScheduler):
+            for scheduler in _classes(LRScheduler, "step"):
                 stack.enter_context(replaced(scheduler, {"step": self._scheduled()}))
+            stack.enter_context(replaced(LRScheduler, {"get_last_lr": self._unread_rates()}))
+            stack.callback(register_optimizer_step_pre_hook(self._unfound("an optimizer")).remove)
+            for kind in _classes(torch.amp.GradScaler, "scale"):
+                stack.enter_context(replaced(kind, {"scale": self._unfound_scaler(kind)}))
             stack.enter_context(replaced(AveragedModel, {"update_parameters": averaging(self._on_cuda)}))
             stack.enter_context(clipping_named(self._recorder, self._originals, self._refuse_sparse))
-            for group, real in zip(groups, saved, strict=True):
-                group["params"][:] = [self._fakes.get(id(param), param) for param in real]
             for of, methods in patched:
                 vars(of).update(methods)
             with torch.no_grad():
@@ -132,12 +140,56 @@ class FunctionRun:
             stack.close()
             for param in params:
                 param.grad = None
-            for group, real in zip(groups, saved, strict=True):
-                group["params"][:] = real
             for (of, methods), (table, before) in zip(patched, own, strict=True):
                 for name in methods:
                     vars(of).pop(name, None)
                 table.update(before)
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+        """What an optimizer has in the place of its own while it is recorded: fakes for parameters, and nothing that
+        moves from step to step."""
+        kind, here = type(optimizer).__name__, self._recorder.here
+        groups = []
+        for group in optimizer.param_groups:
+            params = [self._fakes.get(id(param), param) for param in group["params"]]
+            groups.append(UnreadGroup({**group, "params": params}, kind, here))
+        refused = [self._unread(kind, name) for name in ("load_state_dict", "state_dict", "add_param_group")]
+        return {
+            "step": self._step_of(optimizer),
+            "param_groups": groups,
+            "state": UnreadState(kind, here),
+            **dict(refused),
+        }
+
+    def _unread(self, kind: str, name: str) -> tuple[str, Callable[..., Any]]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise unread(f"calls {kind}.{name}", self._recorder.here)
+
+        return name, refuse
+
+    def _unread_rates(self) -> Callable[..., Any]:
+        def get_last_lr(scheduler: object) -> Any:
+            raise unread(f"calls {type(scheduler).__name__}.get_last_lr", self._recorder.here)
+
+        return get_last_lr
+
+    def _unfound(self, what: str) -> Callable[..., None]:
+        mine = threading.get_ident()
+
+        def refuse(of: object, *args: Any, **kwargs: Any) -> None:
+            if threading.get_ident() != mine:
+                return
+            raise CaptureError(
+                f"the step uses {what}, {type(of).__name__}, that was not found",
+                where=self._recorder.here(),
+                fix="name it in a cell, a global or an attribute of self, or pass stateful=(model, optimizer)",
+            )
+
+        return refuse
+
+    def _unfound_scaler(self, kind: type) -> Callable[..., Any]:
+        scale, refuse = vars(kind)["scale"], self._unfound("a gradient scaler")
+        return lambda of, *args, **kwargs: (refuse if of.is_enabled() else scale)(of, *args, **kwargs)
 
     # What the step calls.
 
@@ -191,6 +243,9 @@ class FunctionRun:
             for param, grad in found:
                 if param.kind == "param":
                     self._add(param, grad)
+                elif isinstance(param.edge, torch.Tensor) and param.edge.is_leaf and param.edge.requires_grad:
+                    self._add_to_leaf(param.edge, grad)
+            self._keep_sparse()
         recorder.calls[self._last :] = early(recorder.calls[self._last : end], recorder.calls[end:])
         recorder.start_later()
 
@@ -215,8 +270,91 @@ class FunctionRun:
             assert grad.call is not None
             grad.call.of = param
             self._parts.append((param, grad))
+            self._sums[param.index] = param, grad
+            recorder.overwrite(fake.grad, grad)  # whoever holds it sees the sum
+            return
         self._sums[param.index] = param, grad
         fake.grad = recorder.window(grad)
+
+    def _add_to_leaf(self, leaf: torch.Tensor, grad: Value) -> None:
+        """Add to the gradient of a tensor that the step has made, or was given."""
+        if leaf.grad is None:
+            leaf.grad = self._recorder.window(grad)
+        else:
+            summed = self._recorder.apply(_aten.add.Tensor, self._recorder.read(leaf.grad), grad)
+            self._recorder.overwrite(leaf.grad, summed)
+
+    def _keep_sparse(self) -> None:
+        """Leave the sparse gradients of a backward in ``p.grad``."""
+        for index, tensor in self._recorder.sparse.finished.items():
+            param = self._recorder.values[index]
+            if self._sparse.get(index) is tensor:
+                continue
+            held = param.tensor.grad
+            if held is not None and self._is_of_earlier(held):
+                self._added_to.append(param)
+            elif held is not None:
+                raise CaptureError(
+                    f"the step adds to the sparse gradient of {param.label!r} by a second backward",
+                    where=self._recorder.here(),
+                    fix="add the losses before the backward, or use sparse=False",
+                )
+            param.tensor.grad = None
+            param.tensor.grad = self._sparse[index] = tensor
+
+    def _grad(
+        self,
+        function: Callable[..., Any],
+        outputs: Any,
+        inputs: Any,
+        grad_outputs: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        only_inputs: bool = True,
+        allow_unused: bool | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """``torch.autograd.grad``: gradients of parameters that no graph goes on from are those of a backward."""
+        recorder = self._recorder
+        asked = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        params = [type(each) is FakeTensor and recorder.read(each).kind == "param" for each in asked]
+        starts = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        if create_graph or any(options.values()) or not all(params):
+            return tuple(
+                function(
+                    outputs,
+                    inputs,
+                    grad_outputs,
+                    retain_graph,
+                    create_graph,
+                    allow_unused=allow_unused,
+                    **options,
+                )
+            )
+        recorder.end_forward()
+        self._last = len(recorder.calls)
+        self._begun = self._last if self._begun is None else self._begun
+        given = [grad_outputs] if isinstance(grad_outputs, torch.Tensor) else grad_outputs
+        found = backward(
+            starts,
+            recorder,
+            fresh=lambda _: True,
+            given=None if given is None else lambda: list(given),
+            retained=bool(retain_graph),
+        )
+        recorder.end_backward(0, found)
+        self._activations += [pair for pair in found if pair[0].kind != "param"]
+        gradients = {param.index: (param, gradient) for param, gradient in found if param.kind == "param"}
+        made: list[torch.Tensor | None] = []
+        with recorder.unseen():
+            for each in asked:
+                pair = gradients.get(recorder.read(each).root.index)
+                self._whole += [] if pair is None else [pair]
+                made.append(None if pair is None else recorder.window(pair[1]))
+        recorder.start_later()
+        if not allow_unused and any(each is None for each in made):
+            raise RuntimeError("One of the differentiated Tensors appears to not have been used in the graph.")
+        return tuple(made)
 
     def _refuse_sparse(self, what: str) -> None:
         for index in self._recorder.sparse.gradients:
@@ -237,17 +375,33 @@ class FunctionRun:
         return step
 
     def _zero(self, function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-        """Zeros in the place of a gradient that an earlier step has left, whose numbers nobody asks for."""
-        for param in self._fakes.values():
-            if param.grad is tensor and self._is_of_earlier(tensor):
-                with torch.no_grad():
-                    param.grad = torch.zeros_like(param)
-                return param.grad
-        return function(tensor)
+        """Zeros in the place of a gradient, whose numbers nobody asks for any more."""
+        index, held = self._index_of(tensor), [(p, p.grad) for p in self._fakes.values() if p.grad is not None]
+        of = next((param for param, grad in held if self._index_of(grad) == index >= 0), None)
+        if of is None:
+            return function(tensor)
+        with torch.no_grad():
+            zeros = torch.zeros_like(of)
+        if index in self._earlier:
+            of.grad = zeros
+            return zeros
+        with self._recorder.unseen():
+            self._recorder.overwrite(tensor, self._recorder.read(zeros))  # whoever holds it sees zeros
+        return tensor
+
+    def _zero_each(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self._zero(torch.Tensor.zero_, tensor)
 
     def _is_of_earlier(self, tensor: torch.Tensor) -> bool:
+        return self._index_of(tensor) in self._earlier
+
+    def _index_of(self, tensor: torch.Tensor) -> int:
+        """The index of the value that a tensor shows; -1 of a sparse one."""
+        if tensor.layout != torch.strided:
+            return -1
         with self._recorder.unseen():
-            return self._recorder.read(tensor).index in self._earlier
+            return self._recorder.read(tensor).index
 
     def _step_of(self, optimizer: torch.optim.Optimizer) -> Callable[..., None]:
         def step(closure: object = None) -> None:
@@ -265,14 +419,17 @@ class FunctionRun:
                         params.append(value.label)
                         if param.grad is None:
                             continue
+                        if param.grad.layout != torch.strided:
+                            continue
                         grad = self._recorder.read(param.grad)
                         if grad.index in self._earlier:
-                            raise CaptureError(
-                                f"the step updates {value.label!r} by the gradient that an earlier step has left",
-                                where=self._recorder.here(),
-                                fix="call optimizer.zero_grad() before the backward",
-                            )
+                            self._updated_by_earlier.append(value)
+                            continue
                         finished.append((value, grad))
+            sparse = self._recorder.sparse.gradients
+            for index, tensor in self._sparse.items():
+                if self._recorder.values[index].tensor.grad is not tensor:
+                    sparse.pop(index, None)  # the step has let go of it
             skips = None if self._scaling is None else self._scaling.skips
             update(params, Finished(finished, skips), self._recorder)
             self._recorder.start_later()
@@ -305,7 +462,7 @@ class FunctionRun:
             if (
                 isinstance(value, Value)
                 and value.call is not None
-                and not (value.claim or value.source or value.is_view)
+                and not (value.claim or value.source or value.is_view or value.kind)
             ):
                 value.claim = name.strip(".") or None
         loss = self._losses[0] if len(self._losses) == 1 else None
@@ -329,18 +486,19 @@ class FunctionRun:
         Raises:
             CaptureError: the step adds to a gradient that is left at its end.
         """
-        for param in self._added_to:
-            if param.tensor.grad is not None:
-                raise CaptureError(
-                    f"the step adds to the gradient of {param.label!r} that an earlier step has left",
-                    fix="call optimizer.zero_grad() before the backward",
-                )
-            self._function.cleared.add(param.label)
+        for verb, params in (("adds to", self._added_to), ("updates by", self._updated_by_earlier)):
+            for param in params:
+                if param.tensor.grad is not None:
+                    raise CaptureError(
+                        f"the step {verb} the gradient of {param.label!r} that an earlier step has left",
+                        fix="call optimizer.zero_grad() before the backward",
+                    )
+                self._function.cleared.add(param.label)
 
     @property
     def again(self) -> bool:
         """Whether the step has begun with gradients that it does not leave to the next one."""
-        return bool(self._added_to)
+        return bool(self._added_to or self._updated_by_earlier)
 
     def _leaf(self, leaf: Any) -> Value | Scalar:
         if isinstance(leaf, torch.Tensor):
@@ -368,13 +526,13 @@ class FunctionRun:
                     )
 
 
-def _schedulers(cls: type) -> Iterator[type]:
-    """A class of schedulers and its subclasses, where they have a step of their own."""
-    if "step" in vars(cls):
+def _classes(cls: type, method: str) -> Iterator[type]:
+    """A class and its subclasses, where they have a method of their own."""
+    if method in vars(cls):
         yield cls
     subclasses: list[type] = cls.__subclasses__()
     for other in subclasses:
-        yield from _schedulers(other)
+        yield from _classes(other, method)
 
 
 def _lerp_each(function: Callable[..., Any], tensors: Any, ends: Any, weight: Any) -> None:

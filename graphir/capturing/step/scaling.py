@@ -95,7 +95,7 @@ class Scaling:
             made, self._found[id(optimizer)] = unscaled(pairs, self._scaler, recorder)
         with recorder.unseen():
             for param, (_, before), value in zip(params, pairs, made, strict=True):
-                param.grad = recorder.window(value)
+                recorder.overwrite(param.grad, value)
                 self._originals.made(value, value.label, before)
         for call in recorder.calls[first:]:
             if all(value.source is None for value in call.outputs):

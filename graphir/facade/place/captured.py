@@ -15,7 +15,7 @@ from ...errors import CaptureError
 from ...ir.program import Program
 from ...parallel.containers import Containers
 from .call import PlacedCall
-from .eager import EagerParts
+from .eager import LIBRARIES, EagerParts
 
 __all__ = ["PlacedOutput", "each_once", "programs_of"]
 
@@ -71,11 +71,21 @@ def _refuse_attributes(program: Program, options: Mapping[str, Any]) -> None:
     assert isinstance(program.witness, StepWitness)  # it was captured here
     computed = set(_computed_before(program.module))
     for name in program.witness.changed:
-        if isinstance(name, str) and name not in options["allow_changes"] and name not in computed:
+        if isinstance(name, str) and not (
+            name in options["allow_changes"] or name in computed or _is_of_library(program.module, name)
+        ):
             raise CaptureError(
                 f"forward leaves {name!r} on the model, which a plan would not do",
                 fix=f"return it, or pass allow_changes=({name!r},) if nobody reads it",
             )
+
+
+def _is_of_library(model: torch.nn.Module | None, name: str) -> bool:
+    """Whether an attribute is a note that a library's own module makes for itself."""
+    path, _, own = name.rpartition(".")
+    module = dict(model.named_modules()).get(path) if model is not None else None
+    of_library = type(module).__module__.partition(".")[0] in LIBRARIES
+    return of_library and own.startswith("_") and not isinstance(getattr(module, own, None), Tensor)
 
 
 def _computed_before(model: torch.nn.Module | None) -> Iterator[str]:
