@@ -365,14 +365,12 @@ def gradient_reduction(program: Program) -> Mapping[str, Arg]:
 
 
 def _reduced_gradients(step: Net) -> list[str]:
-    """Gradients of parameters that an update reads or the caller gets, in the order in which they are made: what the
-    backward makes, but for gradients of activations. These are each replica's own, and so is all of the forward."""
+    """Gradients of parameters that an update reads or the caller gets, in the order in which they are made. Gradients
+    of activations are each replica's own, and so is all else that an update reads."""
     wanted = {name for op in step.ops if op.phase == "update" for name in op.inputs}
-    wanted.update(name for name in step.external_outputs if step.blobs[name].role == "gradient")
-    wanted.difference_update(step.gradients.values())
-    phases = {name: op.phase for op in step.ops if op.phase in ("forward", "backward") for name in op.outputs}
-    made = [name for name, phase in phases.items() if phase == "backward" or step.blobs[name].role == "gradient"]
-    return [name for name in made if name in wanted and step.blobs[name].role not in STATE_ROLES]
+    wanted = {*wanted, *step.external_outputs}.difference(step.gradients.values())
+    made = [name for op in step.ops if op.phase in ("forward", "backward") for name in op.outputs]
+    return [name for name in dict.fromkeys(made) if name in wanted and step.blobs[name].role == "gradient"]
 
 
 def require_alike(program: Program) -> None:

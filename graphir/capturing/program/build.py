@@ -121,13 +121,14 @@ def _roles(recording: Recording) -> dict[int, Role]:
     pairs = [*recording.gradients, *recording.parts, *recording.finished.gradients]
     gradients = {gradient.root.index for _, gradient in pairs}
     gradients |= {value.root.index for pair in recording.sparse_gradients.values() for value in pair}
+    of_params = {gradient.root.index for value, gradient in pairs if value.kind == "param"}
     roles: dict[int, Role] = {}
     for value in recording.values:
         if value.root is not value:
             continue
         if value.kind:
             roles[value.index] = value.kind  # type: ignore[assignment]
-        elif value.index in handed_back:
+        elif value.index in handed_back and value.index not in of_params:
             roles[value.index] = "output"
         elif value.phase != "forward":
             roles[value.index] = "gradient" if value.index in gradients else "temporary"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,7 +57,8 @@ def is_eager(make: Make, rows: tuple[int, ...] = (6, 6, 3), edit: Any = passes.e
         assert bits(session.step(x, z)) == bits(eagerly(x, z))
     state = session.state_dict()
     given = {name: tensor for key, module in eager.items() for name, tensor in prefixed(key, module).items()}
-    given |= eager["D"].state_dict()  # of one module, names have no prefix
+    # Of one module, names have no prefix.
+    given |= next((net.state_dict() for net in eager.values() if net.state_dict().keys() == state.keys()), {})
     assert state and state.keys() <= given.keys()
     assert [name for name, tensor in state.items() if not torch.equal(tensor, given[name])] == []
     return session
@@ -422,3 +424,258 @@ def test_passes_in_random_orders_change_no_bit(seed: int) -> None:
         placed = passes.share_storage(placed)
     graphir.certify(before, placed)
     assert results_of(placed, program.state) == results_of(before, program.state)
+
+
+def on_D(edit: Callable[..., Any]) -> Make:
+    """Steps of the judge alone, that do something with its optimizer, its loss, the step's argument, or its rows."""
+
+    def make(nets: dict[str, nn.Module]) -> Callable[..., Any]:
+        D = nets["D"]
+        optimizer = torch.optim.SGD(D.parameters(), 0.1, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)  # type: ignore[attr-defined]
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+        def step(x: Tensor, z: Tensor) -> Any:
+            return edit(D, optimizer, x, z, scaler, scheduler)
+
+        return step
+
+    return make
+
+
+def trained(D: Any, optimizer: Any, x: Tensor, *_: Any, do: Callable[[], Any] = lambda: None) -> Any:
+    optimizer.zero_grad()
+    loss = D(x).square().mean()
+    loss.backward()
+    found = do()
+    optimizer.step()
+    return loss if found is None else (loss, found)
+
+
+def holds_a_gradient(D: Any, optimizer: Any, x: Tensor, z: Tensor, scaler: Any, _: Any) -> Any:
+    """Whoever holds a gradient sees what a second backward, the scaler and zeros make of it."""
+    optimizer.zero_grad()
+    out = D(x)
+    scaler.scale(out.square().mean()).backward(retain_graph=True)
+    held = D[0].weight.grad
+    scaler.scale(out.mean()).backward()
+    sums = held.norm()
+    scaler.unscale_(optimizer)
+    unscaled = held.norm()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=False)
+    return sums, unscaled, held
+
+
+def takes_gradients_by_itself(D: Any, optimizer: Any, x: Tensor, *_: Any) -> Any:
+    params = list(D.parameters())
+    loss = D(x).square().mean()
+    grads = torch.autograd.grad(loss, params)
+    with torch.no_grad():
+        for param, grad in zip(params, grads, strict=True):
+            param.sub_(grad, alpha=0.1)
+    return loss, torch.stack([grad.norm() for grad in grads]).norm()
+
+
+def gradients_of_its_own_tensors(D: Any, optimizer: Any, x: Tensor, *_: Any) -> Any:
+    delta = torch.zeros_like(x, requires_grad=True)
+    D(x + delta).square().mean().backward()
+    assert delta.grad is not None
+    optimizer.zero_grad()
+    loss = D(x + 0.1 * delta.grad.sign()).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def adds_lists_of_parameters(D: Any, optimizer: Any, x: Tensor, *_: Any) -> Any:
+    held = [*D.parameters()]
+    optimizer.zero_grad(set_to_none=False)
+    loss = D(x).square().mean() + 0.01 * sum(param.square().sum() for param in held)
+    loss.backward()
+    D[0].weight.grad[:4] = 0  # a part of a gradient
+    total = torch.zeros(())
+    for param in held:
+        total = total + param.grad.norm() ** 2
+    optimizer.step()
+    return loss, total
+
+
+READ = [holds_a_gradient, takes_gradients_by_itself, gradients_of_its_own_tensors, adds_lists_of_parameters]
+
+
+@pytest.mark.parametrize("edit", READ)
+def test_gradients_are_what_their_holder_sees(edit: Callable[..., Any]) -> None:
+    is_eager(on_D(edit))
+
+
+@pytest.mark.parametrize(
+    ("edit", "why"),
+    [
+        (
+            lambda D, o, x, *_: trained(D, o, x, do=lambda: o.param_groups[0]["lr"]),
+            "reads 'lr' of a parameter group",
+        ),
+        (lambda D, o, x, z, s, c: trained(D, o, x, do=c.get_last_lr), "calls ExponentialLR.get_last_lr, which moves"),
+        (
+            lambda D, o, x, *_: trained(D, o, x, do=lambda: o.param_groups[0].update(lr=1)),
+            "sets 'all' of a parameter",
+        ),
+        (lambda D, o, x, *_: trained(D, o, x, do=lambda: o.state[D[0].weight]), "reads or sets the state of SGD"),
+        (lambda D, o, x, *_: trained(D, o, x, do=o.state.clear), "reads or sets the state of SGD"),
+        (lambda D, o, x, *_: trained(D, o, x, do=o.state_dict), "calls SGD.state_dict, which moves from step to step"),
+    ],
+)
+def test_what_moves_between_steps_is_not_read(edit: Callable[..., Any], why: str) -> None:
+    mine = nets()
+    step = on_D(edit)(mine)
+    before = copy.deepcopy(mine["D"].state_dict())
+    with pytest.raises(CaptureError, match=why):
+        graphir.capture(step, (X, Z))
+    assert bits(mine["D"].state_dict()) == bits(before)
+    with suppress(TypeError):
+        step(X, Z)  # nothing is left that keeps it from running
+
+
+def test_optimizers_and_scalers_that_are_not_found_are_refused() -> None:
+    D = nets()["D"]
+    optimizer = torch.optim.SGD(D.parameters(), 0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu")  # type: ignore[attr-defined]
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def step(x: Tensor) -> Tensor:
+        return trained(D, optimizer, x)  # type: ignore[no-any-return]
+
+    def scaled(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = D(x).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    with pytest.raises(CaptureError, match=r"uses an optimizer, SGD, that was not found\n.*\n.*stateful=\(model"):
+        graphir.capture(step, (X,), stateful=D)
+    with pytest.raises(CaptureError, match="uses a gradient scaler, GradScaler, that was not found"):
+        graphir.capture(scaled, (X,), stateful=(D, optimizer))
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("write", "why"),
+    [
+        (
+            lambda D, x: D[0].weight.grad.mul_(x.std()),
+            "updates '0.weight' by '0.weight_grad.mul', which it computes",
+        ),
+        (lambda D, x: D[0].weight.add_(torch.randn_like(D[0].weight)), "each updates '0.weight' by 'randn_like'"),
+    ],
+)
+def test_replicas_that_would_come_to_differ_are_refused(write: Callable[..., Any], why: str) -> None:
+    def edited(D: Any, o: Any, x: Tensor, *_: Any) -> Any:
+        def do() -> None:
+            with torch.no_grad():
+                write(D, x)
+
+        return trained(D, o, x, do=do)
+
+    program = graphir.capture(on_D(edited)(nets()), (X, Z))
+    with pytest.raises(PassError, match=why):
+        passes.replicate(program, [0, 1])
+
+
+def test_values_that_an_update_reads_are_each_replicas_own() -> None:
+    def edit(D: Any, o: Any, x: Tensor, *_: Any) -> Any:
+        h = D[0](x)
+        h.retain_grad()
+        o.zero_grad()
+        loss = D[2](D[1](h)).square().mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(D.parameters(), 100.0)
+        o.step()
+        return {"loss": loss / norm, "rows": h.detach() / norm, "own": h.grad.norm()}
+
+    program = graphir.capture(on_D(edit)(nets()), (X, Z))
+    session = runtime.Session(passes.emit(passes.replicate(program, [0, 1])), program.state, binding="cpu")
+    found, whole = session.step(X, Z), on_D(edit)(nets())(X, Z)
+    torch.testing.assert_close(found["rows"], whole["rows"])
+    shares = [on_D(edit)(nets())(*share) for share in zip(X.chunk(2), Z.chunk(2), strict=True)]
+    torch.testing.assert_close(found["own"], (shares[0]["own"] + shares[1]["own"]) / 2)
+    torch.testing.assert_close(found["loss"], whole["loss"])
+
+
+def test_sparse_gradients_are_added_by_no_second_backward() -> None:
+    table = nn.EmbeddingBag(6, 4, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), 1.0)
+    bags = torch.tensor([[0, 1], [2, 3], [4, 5]])
+
+    def twice(bags: Tensor) -> None:
+        optimizer.zero_grad()
+        for _ in range(2):
+            table(bags).sum().backward()
+        optimizer.step()
+
+    def lets_go(bags: Tensor) -> int:
+        optimizer.zero_grad()
+        table(bags).sum().backward()
+        count = sum(param.grad is not None for param in table.parameters())
+        table.weight.grad = None
+        optimizer.step()
+        return count
+
+    with pytest.raises(CaptureError, match="adds to the sparse gradient of 'weight' by a second backward"):
+        graphir.capture(twice, (bags,))
+    program = graphir.capture(lets_go, (bags,))
+    session = runtime.Session(passes.emit(program), program.state, binding="cpu")
+    assert session.step(bags) == 1 and torch.equal(session.state_dict()["weight"], table.weight)
+
+
+def test_globals_are_those_that_the_code_names() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.MODEL = nets()["D"]
+            self.optimizer = torch.optim.SGD(self.MODEL.parameters(), 0.1)
+
+        def step(self, x: Tensor) -> Tensor:
+            self.optimizer.zero_grad()
+            loss: Tensor = self.MODEL(x).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            return loss
+
+    assert "0.weight" in graphir.capture(Trainer().step, (X,)).interface.module_state
+
+
+MODEL = nn.Linear(2, 2)
+"""A global whose name is also that of an attribute."""
+
+
+def test_a_buffer_among_the_results() -> None:
+    def make(nets: dict[str, nn.Module]) -> Callable[..., Any]:
+        G = nets["G"]
+        optimizer = torch.optim.SGD(G.parameters(), 0.1)
+
+        def step(x: Tensor, z: Tensor) -> Any:
+            optimizer.zero_grad()
+            loss = F.mse_loss(G(z), x)
+            loss.backward()
+            optimizer.step()
+            return {"loss": loss, "mean": G[1].running_mean, "count": G[1].num_batches_tracked}  # type: ignore[index]
+
+        return step
+
+    is_eager(make)
+
+
+def test_counters_of_namespaces_are_refused() -> None:
+    D, kept = nets()["D"], SimpleNamespace(n=0)
+
+    def step(x: Tensor) -> Tensor:
+        kept.n += 1
+        return D(x)  # type: ignore[no-any-return]
+
+    with pytest.raises(CaptureError, match=r"the step changes 'kept\.n'"):
+        graphir.capture(step, (X,))
+    assert kept.n == 0
