@@ -12,19 +12,16 @@ one update for each parameter that has a gradient. What comes behind reads the p
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 from torch.utils import _pytree as pytree
 
 from ...errors import CaptureError, TrainingWarning, counted, warn
-from ...ir.program import Gathered, Scalar
+from ...ir.program import Scalar
 from ..intake.found import StepFunction
 from ..intake.structures import named_leaves
 from ..isolate.functions import Handlers
@@ -35,17 +32,16 @@ from ..record.values import RecordedCall, Value
 from .averaging import averaging
 from .backward import backward
 from .clipping import Originals, clipping_named
+from .gathering import gathered
 from .gradients import Finished, update
 from .micro_batches import early
 from .recorded_step import Outcome, Recording
 from .scaling import Scaling
-from .unread import UnreadGroup, UnreadState, unread
+from .unread import others_refused, unread_attributes
 
 __all__ = ["FunctionRun", "warn_of_unread"]
 
 _aten: Final = torch.ops.aten
-_ADDED: Final = ("aten.sum.", "aten.count_nonzero.")
-"""Whole numbers that these make of a batch are, over replicas, added up."""
 
 
 class FunctionRun:
@@ -108,19 +104,18 @@ class FunctionRun:
     def in_place(self) -> Iterator[None]:
         """While this is active, optimizers have fakes for parameters, and these the gradients of an earlier step."""
         optimizers = list(self._function.optimizers.values())
-        patched: list[tuple[Any, Mapping[str, Any]]] = [(o, self._optimizer(o)) for o in optimizers]
+        here = self._recorder.here
+        patched: list[tuple[Any, Mapping[str, Any]]] = [
+            (optimizer, unread_attributes(optimizer, self.standing, here) | {"step": self._step_of(optimizer)})
+            for optimizer in optimizers
+        ]
         if self._scaling is not None:
             patched.append((self._function.scaler, self._scaling.methods()))
         own = [(vars(of), {name: vars(of)[name] for name in names if name in vars(of)}) for of, names in patched]
         params = [fake for fake in self._fakes.values() if fake.requires_grad]
         stack = contextlib.ExitStack()
         try:
-            for scheduler in _classes(LRScheduler, "step"):
-                stack.enter_context(replaced(scheduler, {"step": self._scheduled()}))
-            stack.enter_context(replaced(LRScheduler, {"get_last_lr": self._unread_rates()}))
-            stack.callback(register_optimizer_step_pre_hook(self._unfound("an optimizer")).remove)
-            for kind in _classes(torch.amp.GradScaler, "scale"):
-                stack.enter_context(replaced(kind, {"scale": self._unfound_scaler(kind)}))
+            stack.enter_context(others_refused(here))
             stack.enter_context(replaced(AveragedModel, {"update_parameters": averaging(self._on_cuda)}))
             stack.enter_context(clipping_named(self._recorder, self._originals, self._refuse_sparse))
             for of, methods in patched:
@@ -144,52 +139,6 @@ class FunctionRun:
                 for name in methods:
                     vars(of).pop(name, None)
                 table.update(before)
-
-    def _optimizer(self, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
-        """What an optimizer has in the place of its own while it is recorded: fakes for parameters, and nothing that
-        moves from step to step."""
-        kind, here = type(optimizer).__name__, self._recorder.here
-        groups = []
-        for group in optimizer.param_groups:
-            params = [self._fakes.get(id(param), param) for param in group["params"]]
-            groups.append(UnreadGroup({**group, "params": params}, kind, here))
-        refused = [self._unread(kind, name) for name in ("load_state_dict", "state_dict", "add_param_group")]
-        return {
-            "step": self._step_of(optimizer),
-            "param_groups": groups,
-            "state": UnreadState(kind, here),
-            **dict(refused),
-        }
-
-    def _unread(self, kind: str, name: str) -> tuple[str, Callable[..., Any]]:
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            raise unread(f"calls {kind}.{name}", self._recorder.here)
-
-        return name, refuse
-
-    def _unread_rates(self) -> Callable[..., Any]:
-        def get_last_lr(scheduler: object) -> Any:
-            raise unread(f"calls {type(scheduler).__name__}.get_last_lr", self._recorder.here)
-
-        return get_last_lr
-
-    def _unfound(self, what: str) -> Callable[..., None]:
-        mine = threading.get_ident()
-
-        def refuse(of: object, *args: Any, **kwargs: Any) -> None:
-            if threading.get_ident() != mine:
-                return
-            raise CaptureError(
-                f"the step uses {what}, {type(of).__name__}, that was not found",
-                where=self._recorder.here(),
-                fix="name it in a cell, a global or an attribute of self, or pass stateful=(model, optimizer)",
-            )
-
-        return refuse
-
-    def _unfound_scaler(self, kind: type) -> Callable[..., Any]:
-        scale, refuse = vars(kind)["scale"], self._unfound("a gradient scaler")
-        return lambda of, *args, **kwargs: (refuse if of.is_enabled() else scale)(of, *args, **kwargs)
 
     # What the step calls.
 
@@ -364,16 +313,6 @@ class FunctionRun:
                 fix="use sparse=False, or leave the call out",
             )
 
-    def _scheduled(self) -> Callable[..., None]:
-        def step(scheduler: object, *args: Any, **kwargs: Any) -> None:
-            raise CaptureError(
-                f"the step calls {type(scheduler).__name__}.step, whose numbers every step of a program would repeat",
-                where=self._recorder.here(),
-                fix="step schedulers between steps: a session reads learning rates before each step",
-            )
-
-        return step
-
     def _zero(self, function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
         """Zeros in the place of a gradient, whose numbers nobody asks for any more."""
         index, held = self._index_of(tensor), [(p, p.grad) for p in self._fakes.values() if p.grad is not None]
@@ -473,7 +412,7 @@ class FunctionRun:
             loss=loss,
             returned=() if alone else values,
             results=None if alone else spec,
-            gathered=() if alone else _gathered(values, self._losses, of_params),
+            gathered=() if alone else gathered(values, self._losses, of_params),
             steps=self._steps,
             gradients=[*of_params, *self._activations],
             parts=[(param, gradient) for param, gradient in self._parts if gradient.index not in whole],
@@ -524,15 +463,6 @@ class FunctionRun:
                         f"the step reads {value.root.label!r}, which an earlier step has left",
                         fix="read gradients between the backward and the next zero_grad()",
                     )
-
-
-def _classes(cls: type, method: str) -> Iterator[type]:
-    """A class and its subclasses, where they have a method of their own."""
-    if method in vars(cls):
-        yield cls
-    subclasses: list[type] = cls.__subclasses__()
-    for other in subclasses:
-        yield from _classes(other, method)
 
 
 def _lerp_each(function: Callable[..., Any], tensors: Any, ends: Any, weight: Any) -> None:
@@ -592,58 +522,3 @@ def _in_order(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
         else:
             others.append(call)
     return [*first, *others]
-
-
-def _gathered(
-    values: Sequence[Value | Scalar], losses: Sequence[Value], reduced: Sequence[tuple[Value, Value]]
-) -> list[Gathered | None]:
-    """How each result of several replicas becomes one; *reduced* are parameters and their gradients."""
-    local = _Local({gradient.index for _, gradient in reduced})
-    return [_gather(value, losses, local) if isinstance(value, Value) else "first" for value in values]
-
-
-def _gather(value: Value, losses: Sequence[Value], local: _Local) -> Gathered | None:
-    if any(value is loss for loss in losses):
-        return "mean"
-    if not local.has(value):
-        return "first"
-    if value.dtype.is_floating_point:
-        return "mean"
-    call = value.call
-    return "sum" if call is not None and call.type.startswith(_ADDED) else None
-
-
-class _Local:
-    """Which values are each replica's own: those that follow from its rows, but for what is made of reduced gradients.
-
-    Args:
-        reduced: the gradients of parameters, which all replicas have alike once the update begins.
-    """
-
-    def __init__(self, reduced: Container[int]) -> None:
-        self._reduced = reduced
-        self._known: dict[int, bool] = {}
-
-    def has(self, value: Value) -> bool:
-        """Whether a value is each replica's own."""
-        order, waiting = list[Value](), [value]
-        while waiting:
-            found = waiting.pop()
-            if found.index in self._known or (found.call is None and self._leaf(found)):
-                continue
-            order.append(found)
-            self._known[found.index] = False
-            assert found.call is not None
-            waiting += found.call.inputs
-        for found in sorted(order, key=lambda v: v.index):
-            assert found.call is not None
-            self._known[found.index] = any(self._of(v, found) for v in found.call.inputs)
-        return self._known[value.index]
-
-    def _leaf(self, value: Value) -> bool:
-        self._known[value.index] = value.root.kind == "input"
-        return True
-
-    def _of(self, value: Value, reader: Value) -> bool:
-        reduced = reader.phase == "update" and value.index in self._reduced
-        return not reduced and self._known[value.index]

@@ -1,16 +1,100 @@
-"""What of an optimizer a step function cannot read while it is recorded: numbers and state that move between steps."""
+"""What a step function cannot use while it is recorded: numbers and state of optimizers that move between steps,
+schedulers, and optimizers and gradient scalers that were not found."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import CaptureError
+from ..isolate.patches import replaced
 
-__all__ = ["UnreadGroup", "UnreadState", "unread"]
+__all__ = ["others_refused", "unread_attributes"]
+
+_Here: TypeAlias = Callable[[], str]
+"""Says which module runs, in the words of errors."""
 
 
-def unread(does: str, here: Callable[[], str]) -> CaptureError:
+def unread_attributes(optimizer: torch.optim.Optimizer, standing: Callable[[Any], Any], here: _Here) -> dict[str, Any]:
+    """What an optimizer has in the place of its own attributes: groups with the fakes that stand for parameters, and
+    nothing that moves from step to step."""
+    kind = type(optimizer).__name__
+    groups = [
+        _UnreadGroup({**group, "params": [standing(param) for param in group["params"]]}, kind, here)
+        for group in optimizer.param_groups
+    ]
+    refused = {name: _refusing(f"{kind}.{name}", here) for name in ("load_state_dict", "state_dict", "add_param_group")}
+    return {"param_groups": groups, "state": _UnreadState(kind, here), **refused}
+
+
+@contextlib.contextmanager
+def others_refused(here: _Here) -> Iterator[None]:
+    """While this is active, schedulers, and optimizers and scalers that were not found, refuse to be used in this
+    thread."""
+    with contextlib.ExitStack() as stack:
+        for kind in _classes(LRScheduler, "step"):
+            stack.enter_context(replaced(kind, {"step": _scheduled(here)}))
+        stack.enter_context(replaced(LRScheduler, {"get_last_lr": _refusing("a scheduler's get_last_lr", here)}))
+        stack.callback(register_optimizer_step_pre_hook(_unfound("an optimizer", here)).remove)
+        for kind in _classes(torch.amp.GradScaler, "scale"):
+            stack.enter_context(replaced(kind, {"scale": _unfound_scaler(vars(kind)["scale"], here)}))
+        yield
+
+
+def _classes(cls: type, method: str) -> Iterator[type]:
+    """A class and its subclasses, where they have a method of their own."""
+    if method in vars(cls):
+        yield cls
+    subclasses: list[type] = cls.__subclasses__()
+    for other in subclasses:
+        yield from _classes(other, method)
+
+
+def _refusing(what: str, here: _Here) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise _unread(f"calls {what}", here)
+
+    return refuse
+
+
+def _scheduled(here: _Here) -> Callable[..., None]:
+    def step(scheduler: object, *args: Any, **kwargs: Any) -> None:
+        raise CaptureError(
+            f"the step calls {type(scheduler).__name__}.step, whose numbers every step of a program would repeat",
+            where=here(),
+            fix="step schedulers between steps: a session reads learning rates before each step",
+        )
+
+    return step
+
+
+def _unfound(what: str, here: _Here) -> Callable[..., None]:
+    mine = threading.get_ident()
+
+    def refuse(of: object, *args: Any, **kwargs: Any) -> None:
+        if threading.get_ident() != mine:  # a hook of all optimizers
+            return
+        raise CaptureError(
+            f"the step uses {what}, {type(of).__name__}, that was not found",
+            where=here(),
+            fix="name it in a cell, a global or an attribute of self, or pass stateful=(model, optimizer)",
+        )
+
+    return refuse
+
+
+def _unfound_scaler(scale: Callable[..., Any], here: _Here) -> Callable[..., Any]:
+    refuse = _unfound("a gradient scaler", here)
+    return lambda of, *args, **kwargs: (refuse if of.is_enabled() else scale)(of, *args, **kwargs)
+
+
+def _unread(does: str, here: _Here) -> CaptureError:
     """The error of a step that *does* something with what moves between steps."""
     return CaptureError(
         f"the step {does}, which moves from step to step",
@@ -20,7 +104,7 @@ def unread(does: str, here: Callable[[], str]) -> CaptureError:
     )
 
 
-class UnreadGroup(dict[str, Any]):
+class _UnreadGroup(dict[str, Any]):
     """A parameter group whose parameters can be read, and nothing else.
 
     Args:
@@ -29,12 +113,12 @@ class UnreadGroup(dict[str, Any]):
         here: says which module runs.
     """
 
-    def __init__(self, group: dict[str, Any], kind: str, here: Callable[[], str]) -> None:
+    def __init__(self, group: dict[str, Any], kind: str, here: _Here) -> None:
         super().__init__(group)
         self._kind, self._here = kind, here
 
     def _refuse(self, verb: str, key: object) -> CaptureError:
-        return unread(f"{verb} {key!r} of a parameter group of {self._kind}", self._here)
+        return _unread(f"{verb} {key!r} of a parameter group of {self._kind}", self._here)
 
     def __getitem__(self, key: str) -> Any:
         if key != "params":
@@ -57,7 +141,7 @@ class UnreadGroup(dict[str, Any]):
     items = values = update = pop = popitem = setdefault = clear = _whole
 
 
-class UnreadState(dict[Any, Any]):
+class _UnreadState(dict[Any, Any]):
     """The state of an optimizer, which cannot be read or set.
 
     Args:
@@ -65,12 +149,12 @@ class UnreadState(dict[Any, Any]):
         here: says which module runs.
     """
 
-    def __init__(self, kind: str, here: Callable[[], str]) -> None:
+    def __init__(self, kind: str, here: _Here) -> None:
         super().__init__()
         self._kind, self._here = kind, here
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise unread(f"reads or sets the state of {self._kind}", self._here)
+        raise _unread(f"reads or sets the state of {self._kind}", self._here)
 
     __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = _refuse
     get = keys = items = values = update = pop = popitem = setdefault = clear = _refuse

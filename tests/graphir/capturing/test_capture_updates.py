@@ -518,7 +518,7 @@ def test_gradients_are_what_their_holder_sees(edit: Callable[..., Any]) -> None:
             lambda D, o, x, *_: trained(D, o, x, do=lambda: o.param_groups[0]["lr"]),
             "reads 'lr' of a parameter group",
         ),
-        (lambda D, o, x, z, s, c: trained(D, o, x, do=c.get_last_lr), "calls ExponentialLR.get_last_lr, which moves"),
+        (lambda D, o, x, z, s, c: trained(D, o, x, do=c.get_last_lr), "calls a scheduler's get_last_lr, which moves"),
         (
             lambda D, o, x, *_: trained(D, o, x, do=lambda: o.param_groups[0].update(lr=1)),
             "sets 'all' of a parameter",
@@ -604,6 +604,18 @@ def test_values_that_an_update_reads_are_each_replicas_own() -> None:
     shares = [on_D(edit)(nets())(*share) for share in zip(X.chunk(2), Z.chunk(2), strict=True)]
     torch.testing.assert_close(found["own"], (shares[0]["own"] + shares[1]["own"]) / 2)
     torch.testing.assert_close(found["loss"], whole["loss"])
+
+
+def test_what_replicas_draw_is_their_own() -> None:
+    D = nets()["D"]
+
+    def step(x: Tensor) -> dict[str, Tensor]:
+        share = torch.rand(())
+        return {"share": share, "twice": share * 2, "mixed": D(x) * share}
+
+    program = graphir.capture(step, (X,))
+    assert [slot.gather for slot in program.interface.fetches] == ["mean", "mean", "first"]
+    assert [slot.batch_dim for slot in program.interface.fetches] == [None, None, 0]
 
 
 def test_sparse_gradients_are_added_by_no_second_backward() -> None:
