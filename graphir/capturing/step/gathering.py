@@ -34,8 +34,8 @@ def _gather(value: Value, losses: Sequence[Value], local: _Local) -> Gathered | 
 
 
 class _Local:
-    """Which values are each replica's own: those that follow from its rows or are drawn, but not what is made of reduced
-    gradients.
+    """Which values are each replica's own: those that follow from its rows, or are drawn. What is made of reduced
+    gradients is not.
 
     Args:
         reduced: the gradients of parameters, which all replicas have alike once the update begins.
