@@ -54,6 +54,7 @@ TABLES: dict[str, str] = {
     "small": "parallel.small_rows",
     "replicas": "replicating.rows",
     "places": "places.rows",
+    "steps": "typed.rows",
     "pipeline": "flowing.rows",
     "pipelined": "flowing.predicted_rows",
     "within": "keeping.rows",
