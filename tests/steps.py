@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from zoo_rows import library
+from zoo.zoo_rows import library
 
 import graphir
 from graphir import passes, runtime

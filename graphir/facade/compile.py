@@ -192,8 +192,8 @@ class Compiled:
         self._cache: PlanCache[Session] = PlanCache({"": model, **called}, most_plans, options.get("allow_changes", ()))
         self._tensors = _tensors_of(model)
         self._measured: Session | None = None
-        if inputs is not None or kwargs or self._function is None:
-            self._begin(inputs or (), kwargs, targets)
+        if inputs is not None or kwargs is not None or self._function is None:
+            self._begin(() if inputs is None else inputs, kwargs, targets)
 
     def _begin(
         self, inputs: Sequence[Any], kwargs: Mapping[str, Any] | None = None, targets: Sequence[Any] = ()

@@ -20,7 +20,6 @@ from torch import Tensor, fx
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.utils import _pytree as pytree
 
-from graphir.ir.structure import read_structure, tree_spec
 from graphir.runtime.interface.arguments import Arguments
 from graphir.runtime.kernels.invoke import perform
 from graphir.runtime.state import State
@@ -37,6 +36,7 @@ from ..ir.optypes.own import OWN
 from ..ir.program import Program
 from ..ir.seeds import mix
 from ..ir.size import Polynomial, Size, bind, bind_shape, dimension, size_dims
+from ..ir.structure import read_structure, tree_spec
 from ..ir.symbols import to_torch
 
 __all__ = ["to_exported", "to_fx"]

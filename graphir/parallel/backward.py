@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphir.ir.structure import read_structure
 from graphir.passes import Halves, emit
 from graphir.runtime import Function
 from graphir.runtime.machine.places import Binding
@@ -22,6 +21,7 @@ from ..errors import CaptureError
 from ..facade.plan_cache import ModuleGuard
 from ..ir.blob import bound_layout
 from ..ir.size import Dims
+from ..ir.structure import read_structure
 from ..replication import HOOKS
 from .again import Earlier, is_plain, requiring_gradients
 from .apply import apply_replicas

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphir.ir.structure import read_structure, unflatten
 from graphir.passes import emit, replicate, split_backward
 from graphir.runtime import Function
 from graphir.runtime.interface.scatter import Scatter
@@ -27,6 +26,7 @@ from ..ir.device import gpu
 from ..ir.names import base_name
 from ..ir.program import Program
 from ..ir.size import BATCH, size_dims
+from ..ir.structure import read_structure, unflatten
 from .backward import BackwardPlan, Differentiated, Ran
 from .calls import ReplicatedCall
 from .containers import Containers

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from ...errors import CaptureError
 from .containers import fill, is_untouched, items_of
 
-__all__ = ["Around", "Names", "globals_of"]
+__all__ = ["Around", "globals_of"]
 
 
 _READ_NAMES: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
@@ -48,7 +48,7 @@ class _Place(NamedTuple):
             self.holder[self.name] = value
 
 
-class Names:
+class NamesNow:
     """What the names of functions stand for now, as attributes."""
 
 
@@ -60,7 +60,7 @@ class Around:
     """
 
     def __init__(self) -> None:
-        self.names = Names()
+        self.names = NamesNow()
         self._places: list[_Place] = []
         self._containers: list[tuple[str, Any]] = []
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphir.ir.structure import read_structure
 from graphir.passes import Halves, emit, split_backward
 from graphir.runtime import Function
 from graphir.runtime.interface.scatter import Scatter
@@ -28,6 +27,7 @@ from ...ir.blob import bound_layout
 from ...ir.plan import Plan
 from ...ir.program import Program
 from ...ir.size import Dims
+from ...ir.structure import read_structure
 from ...parallel.again import Earlier, is_plain, requiring_gradients
 from ...parallel.errors import ReplicationRuntimeError
 from ...parallel.lent_state import LentState

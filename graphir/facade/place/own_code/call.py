@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, Final, NamedTuple
 from weakref import ref
 
@@ -18,9 +19,6 @@ __all__ = ["DRAWN_SEEDS", "TENSOR", "OwnCall", "others_of", "read_own_call", "se
 
 DRAWN_SEEDS: Final = 2**62
 """How many seeds there are, of which a call that draws is given one."""
-
-_OF_FAKES: Final = frozenset(vars(FakeTensorMode().from_tensor(torch.empty(0))))
-"""The attributes that each fake tensor has."""
 
 TENSOR: Final = object()
 """Stands for a tensor among the leaves of arguments and outputs."""
@@ -124,7 +122,7 @@ def read_own_call(
             )
     state = [*params.values(), *buffers.values()]
     own = set(map(id, state))
-    if any(vars(tensor).keys() - _OF_FAKES for tensor in tensors if id(tensor) not in own):
+    if any(vars(tensor).keys() - _of_fakes() for tensor in tensors if id(tensor) not in own):
         raise RuntimeError("an argument has an attribute that is set on the tensor")
     arguments = list({id(tensor): tensor for tensor in tensors if id(tensor) not in own}.values())
     operands = [*arguments, *state]
@@ -142,6 +140,13 @@ def read_own_call(
     loose = (spec, values, tuple(params), tuple(buffers), places, graded, grads, modes, kind, cast, traits)
     key = loose, objects
     return OwnCall(ref(module), spec, others, len(arguments), places, graded, grads, kind, cast, key, loose), operands
+
+
+@cache
+def _of_fakes() -> frozenset[str]:
+    """The attributes that each fake tensor has."""
+    with FakeTensorMode():
+        return frozenset(vars(torch.empty(0)))
 
 
 def others_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
