@@ -94,7 +94,7 @@ def capture(
         targets: arguments of the loss, after the model's output.
         loss: called with the output and the targets; returns a scalar tensor, or a dict of them, which is summed.
             Without a loss the program is a forward only and returns the model's outputs; see *backward*.
-        optimizer: SGD, Adam, AdamW, Adagrad, RMSprop or SparseAdam; without it the parameters' gradients are outputs.
+        optimizer: one of ``torch.optim``'s, LBFGS excepted; without it the parameters' gradients are outputs.
             A session that is given the optimizer (``Session(…, optimizer=optimizer)``) reads the optimizer's numbers
             before each step. A TrainingWarning names a model in evaluation mode that has dropout or batch norm.
         backward: without a loss, whether the step has a backward. The step then takes one more argument, after the
