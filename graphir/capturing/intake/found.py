@@ -13,7 +13,7 @@ import torch
 
 from ...errors import CaptureError
 from ..isolate.around import Around, globals_of
-from ..isolate.containers import HOLDERS, is_pythons
+from ..isolate.containers import HOLDERS, is_pythons, is_written_in_python
 
 __all__ = ["StepFunction", "around_of", "read_function"]
 
@@ -160,7 +160,11 @@ class _Search:
 
     def within(self, name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
         """The modules and optimizers in a value, so many objects deep, by the names that others have for them."""
-        if isinstance(value, (str, bytes, int, float, complex, type(None), type, torch.Tensor)) or depth < 0:
+        if isinstance(value, (str, bytes, int, float, complex, type(None), torch.Tensor)) or depth < 0:
+            return
+        if isinstance(value, type):
+            if is_written_in_python(value) and not issubclass(value, torch.nn.Module):
+                self.around.saw(name, value)
             return
         if id(value) in self._seen:
             return

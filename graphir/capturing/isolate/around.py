@@ -13,7 +13,7 @@ from types import CellType, FunctionType
 from typing import Any, Final, NamedTuple
 
 from ...errors import CaptureError
-from .containers import fill, is_untouched, items_of
+from .containers import PLAIN, fill, is_untouched, items_of
 
 __all__ = ["Around", "globals_of"]
 
@@ -33,17 +33,21 @@ def globals_of(function: FunctionType) -> list[str]:
 
 
 class _Place(NamedTuple):
-    """A name of a function: a cell, or a table and the key there."""
+    """A name of a function: a cell, a table and the key there, or a class and its attribute."""
 
     name: str
     holder: Any
 
     def read(self) -> Any:
+        if isinstance(self.holder, type):
+            return vars(self.holder).get(self.name)
         return self.holder.cell_contents if isinstance(self.holder, CellType) else self.holder.get(self.name)
 
     def put(self, value: Any) -> None:
         if isinstance(self.holder, CellType):
             self.holder.cell_contents = value
+        elif isinstance(self.holder, type):
+            setattr(self.holder, self.name, value)
         else:
             self.holder[self.name] = value
 
@@ -65,11 +69,13 @@ class Around:
         self._containers: list[tuple[str, Any]] = []
 
     def saw(self, name: str, value: Any) -> None:
-        """Note a function, a container, or an object."""
+        """Note a function, a class, a container, or an object."""
         if isinstance(value, FunctionType):
             self._places += [_Place(name, value.__globals__) for name in globals_of(value)]
             cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
             self._places += [_Place(name, cell) for name, cell in cells if _is_full(cell)]
+        elif isinstance(value, type):
+            self._places += [_Place(key, value) for key, held in vars(value).items() if isinstance(held, PLAIN)]
         elif isinstance(value, (list, dict, set, deque)):
             self._containers.append((name, value))
         elif hasattr(value, "__dict__"):

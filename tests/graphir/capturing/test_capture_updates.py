@@ -681,13 +681,25 @@ def test_a_buffer_among_the_results() -> None:
     is_eager(make)
 
 
-def test_counters_of_namespaces_are_refused() -> None:
+class Kept:
+    """A counter that belongs to a class."""
+
+    n = 0
+
+
+def test_counters_of_namespaces_and_classes_are_refused() -> None:
     D, kept = nets()["D"], SimpleNamespace(n=0)
 
     def step(x: Tensor) -> Tensor:
         kept.n += 1
         return D(x)  # type: ignore[no-any-return]
 
+    def counts(x: Tensor) -> Tensor:
+        Kept.n += 1
+        return D(x)  # type: ignore[no-any-return]
+
     with pytest.raises(CaptureError, match=r"the step changes 'kept\.n'"):
         graphir.capture(step, (X,))
-    assert kept.n == 0
+    with pytest.raises(CaptureError, match="the step changes 'n'"):
+        graphir.capture(counts, (X,))
+    assert kept.n == Kept.n == 0
