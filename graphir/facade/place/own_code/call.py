@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...plan_cache.inventory import VALUES
 
@@ -144,8 +145,8 @@ def read_own_call(
 
 @cache
 def _of_fakes() -> frozenset[str]:
-    """The attributes that each fake tensor has."""
-    with FakeTensorMode():
+    """The attributes that each fake tensor has; the first who asks is being recorded."""
+    with _disable_current_modes(), FakeTensorMode():
         return frozenset(vars(torch.empty(0)))
 
 

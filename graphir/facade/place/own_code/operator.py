@@ -26,6 +26,9 @@ __all__ = ["NAMESPACE", "Graphs", "OwnCode"]
 NAMESPACE: Final = "placed."
 """What the types of such operators begin with."""
 
+_OVERWRITES: Final = "leaf Variable that requires grad is being used in an in-place operation"
+"""What torch says where code overwrites an argument, which is a leaf here and none in the model."""
+
 _numbers: Final = itertools.count()
 _graphs: Final[dict[int, _Graph]] = {}
 """The graphs of all calls whose backwards are still to come."""
@@ -184,12 +187,14 @@ class OwnCode:
             raise RuntimeError("the module is gone")
         arguments = call.leaves(operands)
         known = [*arguments, *module.parameters(), *module.buffers()]
-        done = Done(call, known)
-        self._of().graphs().done.append(done)
+        done, ran = Done(call, known), self._of().graphs().done
+        ran.append(done)
         try:
             with _recorded(), torch.set_grad_enabled(call.grads):  # kernels may be others without
                 leaves, _ = call(module, arguments, given[0] if self.draws else None, done.returned)
         except Exception as e:
+            if _OVERWRITES in str(e):  # in the model itself, it may
+                ran.remove(done)
             done.error = e
             raise
         if not is_same(others_of(leaves), first.leaves):
