@@ -16,6 +16,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from processes import output_of
 from runnable import short_searches
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -434,6 +435,36 @@ def test_what_no_trial_shows_is_done_once(does: Callable[[Rare, Tensor], object]
         assert not any("a plan has failed" in text for text in (*model.told, *twin.told))  # type: ignore[misc]
     assert all(map(torch.equal, twin.state_dict().values(), model.state_dict().values()))
     assert twin.inner.alpha == model.inner.alpha and torch.equal(twin.inner.table, model.inner.table)  # type: ignore
+
+
+def test_own_code_that_overwrites_its_argument_runs_in_the_model() -> None:
+    model, twin = pair(lambda: Rare(lambda _, x: x.mul_(0.5)))
+    for x in (X, X * 1000, X):
+        for net in (model, twin):
+            net.zero_grad()
+        with pytest.warns(EagerWarning, match="a plan has failed") if x.max() > 100 else warnings.catch_warnings():
+            found = twin(x.clone())
+        assert torch.equal(found, model(x.clone()))
+        found.sum().backward()
+        model(x.clone()).sum().backward()
+        assert same(gradients(twin), gradients(model))
+
+
+def test_the_first_capture_of_own_code_is_as_the_second() -> None:
+    assert output_of(
+        """
+import graphir, warnings
+from torch import nn
+warnings.simplefilter("ignore")
+class Layer(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (x.sum().item() > -1e9)
+for _ in range(2):
+    net = graphir.place(nn.Sequential(nn.Linear(2, 64), nn.Linear(64, 2), Layer(2, 2)), (X[None],))
+    net(X[None]).sum().backward()
+    print(len(net.placement.plans))
+"""
+    ) == ["2", "2"]
 
 
 def test_a_backward_that_runs_the_model_once_more_has_the_forward_s_mask() -> None:
