@@ -387,7 +387,6 @@ class FunctionRun:
             CaptureError: it returns something else than tensors and numbers, or reads what no program has.
         """
         recorder = self._recorder
-        self._begin_as_it_ends()
         self._check(recorder.calls)
         if self._scaling is not None:
             self._scaling.check_end()
@@ -397,6 +396,7 @@ class FunctionRun:
         leaves, spec = pytree.tree_flatten(returned)
         with recorder.unseen():
             values = [self._leaf(leaf) for leaf in leaves]
+            self._begin_as_it_ends([value for value in values if isinstance(value, Value)])
         for (name, _), value in zip(named_leaves("", returned), values, strict=True):
             if (
                 isinstance(value, Value)
@@ -419,18 +419,27 @@ class FunctionRun:
             finished=Finished(self._finished if self._steps else of_params),
         )
 
-    def _begin_as_it_ends(self) -> None:
+    def _begin_as_it_ends(self, returned: Sequence[Value]) -> None:
         """Note the parameters without a gradient at the end of the step, with which the next step begins.
 
+        A gradient that is left at the end is none to the next step where nothing reads the sum.
+
         Raises:
-            CaptureError: the step adds to a gradient that is left at its end.
+            CaptureError: the step adds to a gradient that is left at its end, and that it reads, or may read later.
         """
+        read = {
+            value.index for value in (*returned, *[value for call in self._recorder.calls for value in call.inputs])
+        }
+        unread = {gradient.index for _, gradient in self._sums.values()} - read
+        groups = [group for optimizer in self._function.optimizers.values() for group in optimizer.param_groups]
+        updated = {id(self.standing(param)) for group in groups for param in group["params"]}
         for verb, params in (("adds to", self._added_to), ("updates by", self._updated_by_earlier)):
             for param in params:
-                if param.tensor.grad is not None:
+                grad, own = param.tensor.grad, self._steps and id(param.tensor) not in updated
+                if grad is not None and not (own and self._index_of(grad) in unread):
                     raise CaptureError(
                         f"the step {verb} the gradient of {param.label!r} that an earlier step has left",
-                        fix="call optimizer.zero_grad() before the backward",
+                        fix=f"call {'model' if own else 'optimizer'}.zero_grad() before the backward",
                     )
                 self._function.cleared.add(param.label)
 

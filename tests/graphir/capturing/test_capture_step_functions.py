@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import graphir
 from graphir import passes, runtime
-from graphir.errors import CaptureError, PassError
+from graphir.errors import CaptureError, PassError, TrainingWarning
 
 X, Y = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 4
 
@@ -576,6 +576,56 @@ def test_refused(step: Callable[..., Any], why: str) -> None:
     for now, was in zip([SGD.state_dict(), SCHEDULER.state_dict()], before[1:], strict=True):
         assert str(now) == str(was)
     assert all(param.grad is None for param in MODEL.parameters()) and not HISTORY and COUNT == 0
+
+
+def judged(then: Callable[[list[nn.Parameter], Tensor], Any], steps: bool = True) -> Any:
+    """A step of two modules, whose optimizer has one of them: eager steps go on adding to the other's gradients."""
+    model = net()
+    optimizer = torch.optim.SGD(model[0].parameters(), 0.1)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        found = then(list(model.parameters()), loss)
+        if steps:
+            optimizer.step()
+        return found
+
+    return step, model
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        lambda params, loss: loss,
+        lambda params, loss: (loss, clip_grad_norm_(params[:2], 0.1)),
+        lambda params, loss: params[0].grad,
+    ],
+)
+def test_gradients_that_nobody_reads_are_not_kept(then: Callable[[list[nn.Parameter], Tensor], Any]) -> None:
+    (step, _), (eagerly, twin) = judged(then), judged(then)
+    with pytest.warns(TrainingWarning, match=r"gradient of '1\.weight' and 3 others, which its optimizer"):
+        program = graphir.capture(step, (X, Y))
+    session = session_of(program)
+    for _ in range(3):
+        assert bits(session.step(X, Y)) == bits(eagerly(X, Y))
+    assert all(torch.equal(session.state_dict()[name], tensor) for name, tensor in twin.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("then", "steps", "whose"),
+    [
+        (lambda params, loss: clip_grad_norm_(params, 0.1), True, "model"),
+        (lambda params, loss: params[-1].grad, True, "model"),
+        (lambda params, loss: params[-1].grad.view(-1).norm(), True, "model"),
+        (lambda params, loss: (params[-1].grad.mul_(2), loss)[1], True, "model"),
+        (lambda params, loss: loss, False, "optimizer"),
+    ],
+)
+def test_gradients_that_are_kept_are_refused(then: Callable[..., Any], steps: bool, whose: str) -> None:
+    with pytest.raises(CaptureError, match=rf"that an earlier step has left\n.*\n  fix  call {whose}.zero_grad\(\)"):
+        graphir.capture(judged(then, steps)[0], (X, Y))
 
 
 @pytest.mark.parametrize(
