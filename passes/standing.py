@@ -22,6 +22,7 @@ from graphir.ir.names import micro_batches, prefix_of
 from graphir.ir.net import Net
 from graphir.ir.operator import PURE
 from graphir.ir.program import Program
+from graphir.ir.verify import blamed
 
 __all__ = ["Order", "Standing", "parked_storages", "recomputed_storages", "require_known", "require_order"]
 
@@ -79,7 +80,13 @@ def require_order(program: Program, name: str, never_behind: Order, only_behind:
 
     Raises:
         PassError: the first of these that does not hold; says the right order.
+        VerifyError: the program breaks an invariant, and that cannot be told.
     """
+    with blamed(program):
+        _require_order(program, name, never_behind, only_behind)
+
+
+def _require_order(program: Program, name: str, never_behind: Order, only_behind: Order) -> None:
     for standing, why in never_behind.items():
         trait = _TRAITS[standing]
         if trait.holds(program):

@@ -781,12 +781,35 @@ def test_hooks_of_parameters_are_called_in_every_thread() -> None:
     assert len(called) == 200
 
 
+class Appends(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        AUX.append(grad)
+        return grad
+
+
 def test_what_a_forward_changes_around_the_model_is_told() -> None:
     class Counts(Within):
         def forward(self, x: Tensor) -> Tensor:
             AUX.append(x.shape[0])  # type: ignore[arg-type]
             return self.last(self.first(x))  # type: ignore[no-any-return]
 
-    with pytest.warns(EagerWarning, match="a forward in Counts changes 'AUX', which a plan does not do"):
-        graphir.place(Counts(Layer()), (X,))
-    assert AUX == []
+    class Hooks(Within):
+        def forward(self, x: Tensor) -> Tensor:
+            found = self.last(self.first(x))
+            if found.requires_grad:
+                found.register_hook(AUX.append)
+            return found  # type: ignore[no-any-return]
+
+    class Applies(Within):
+        def forward(self, x: Tensor) -> Tensor:
+            return Appends.apply(self.last(self.first(x)))  # type: ignore[no-any-return,no-untyped-call]
+
+    for kind in (Counts, Hooks, Applies):
+        with pytest.warns(EagerWarning, match=f"a forward in {kind.__name__} changes 'AUX', which a plan does not do"):
+            graphir.place(kind(Layer()), (X,))
+        assert AUX == []

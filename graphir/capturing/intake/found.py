@@ -165,6 +165,9 @@ class _Search:
         if isinstance(value, type):
             if is_written_in_python(value) and not issubclass(value, torch.nn.Module):
                 self.around.saw(name, value)
+            if issubclass(value, torch.autograd.Function):
+                for method in vars(value).values():
+                    yield from self.within("", getattr(method, "__func__", None), depth + 1)
             return
         if id(value) in self._seen:
             return

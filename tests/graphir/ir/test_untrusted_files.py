@@ -116,6 +116,7 @@ def refused_or_used(path):
 
 @settings(max_examples=60, deadline=None)
 @given(SEEDS)
+@example(813725)  # an operator writes an output that it does not have
 @example(21477)  # an instruction has a field of another kind, which no text shows
 def test_edited_files_are_refused_or_used(path, seed):
     draw = random.Random(seed)
