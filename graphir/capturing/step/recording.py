@@ -350,7 +350,8 @@ def _scalar(loss: Any) -> torch.Tensor:
         raise CaptureError(
             f"the loss is a {kind}, not a scalar",
             where="the loss function",
-            fix="return a 0-dim tensor, such as loss.mean(), or a dict of them",
+            fix="return a 0-dim tensor, such as loss.mean(), or a dict of them; a function of the whole step, "
+            "graphir.capture(train_step, batch), may return more",
         )
     if not total.requires_grad:
         raise CaptureError(
