@@ -311,7 +311,7 @@ class ParamGroups:
         source = self._source
         held = source.followed or [reference() for reference in (source.captured or self.program.optimizers)]
         places = range(max(len(self.program.interface.optimizers), 1))
-        found = next((i for i in places if of is i or of == i or (i < len(held) and held[i] is of)), None)
+        found = next((i for i in places if of == i or (i < len(held) and held[i] is of)), None)
         if found is None:
             named = "such optimizer" if isinstance(of, torch.optim.Optimizer) else f"optimizer {of!r}"
             raise self._refusal(

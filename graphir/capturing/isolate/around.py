@@ -53,7 +53,7 @@ class _Place(NamedTuple):
 
 
 class NamesNow:
-    """What the names of functions stand for now, as attributes."""
+    """The present values of the names that functions read, as attributes."""
 
 
 class Around:
@@ -65,27 +65,30 @@ class Around:
 
     def __init__(self) -> None:
         self.names = NamesNow()
-        self._places: list[_Place] = []
+        self._places: dict[tuple[int, str], _Place] = {}
         self._containers: list[tuple[str, Any]] = []
 
     def saw(self, name: str, value: Any) -> None:
         """Note a function, a class, a container, or an object."""
         if isinstance(value, FunctionType):
-            self._places += [_Place(name, value.__globals__) for name in globals_of(value)]
+            places = [_Place(name, value.__globals__) for name in globals_of(value)]
             cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-            self._places += [_Place(name, cell) for name, cell in cells if _is_full(cell)]
+            self._note([*places, *[_Place(name, cell) for name, cell in cells if _is_full(cell)]])
         elif isinstance(value, type):
-            self._places += [_Place(key, value) for key, held in vars(value).items() if isinstance(held, PLAIN)]
+            self._note([_Place(key, value) for key, held in vars(value).items() if isinstance(held, PLAIN)])
         elif isinstance(value, (list, dict, set, deque)):
             self._containers.append((name, value))
         elif hasattr(value, "__dict__"):
             self._containers.append((name or type(value).__name__, vars(value)))
 
+    def _note(self, places: Sequence[_Place]) -> None:
+        self._places |= {(id(place.holder), place.name): place for place in places}
+
     def look(self) -> None:
         """Read what the names stand for."""
         table = vars(self.names)
         table.clear()
-        for (_, name), place in {(id(place.holder), place.name): place for place in self._places}.items():
+        for (_, name), place in self._places.items():
             while name in table:  # of two Python modules
                 name += "'"
             table[name] = place.read()
@@ -108,21 +111,21 @@ class Around:
     @contextlib.contextmanager
     def put_back(self) -> Iterator[list[str]]:
         """At the end, put everything back; the list has the name of the first thing that was changed."""
-        values = [place.read() for place in self._places]
+        values = [place.read() for place in self._places.values()]
         contents = [items_of(container) for _, container in self._containers]
         changed: list[str] = []
         try:
             yield changed
             changed += list(self._changed(values, contents))[:1]
         finally:
-            for place, value in zip(self._places, values, strict=True):
+            for place, value in zip(self._places.values(), values, strict=True):
                 if place.read() is not value:
                     place.put(value)
             for (_, container), items in zip(self._containers, contents, strict=True):
                 fill(container, items)
 
     def _changed(self, values: Sequence[Any], contents: Sequence[list[Any]]) -> Iterator[str]:
-        for place, value in zip(self._places, values, strict=True):
+        for place, value in zip(self._places.values(), values, strict=True):
             if place.read() is not value:
                 yield place.name
         for (name, container), items in zip(self._containers, contents, strict=True):

@@ -6,7 +6,7 @@
 
 A backward is recorded as that of a step with a loss is, and leaves the gradients in ``p.grad``. Operators on gradients
 belong to the update, and so do operators on state alone, such as an average of the weights. The step of an optimizer is
-one update for each parameter that has a gradient. What comes behind reads the parameters' next versions.
+one update for each parameter that has a gradient. Operators behind an update read the parameters' next versions.
 """
 
 from __future__ import annotations
@@ -176,17 +176,12 @@ class FunctionRun:
                 value = recorder.apply(_aten.clone.default, unscaled)
         value.claim = value.claim or "loss"
         self._losses.append(value)
-        self._last = len(recorder.calls)
-        self._begun = self._last if self._begun is None else self._begun
-        found = backward(
+        found = self._gone_through(
             loss,
-            recorder,
-            fresh=lambda param: param.tensor.grad is None or self._is_of_earlier(param.tensor.grad),
-            given=None if gradient is None else lambda: [gradient],
-            retained=bool(retain_graph),
+            lambda param: param.tensor.grad is None or self._is_of_earlier(param.tensor.grad),
+            None if gradient is None else [gradient],
+            bool(retain_graph),
         )
-        recorder.end_backward(0, found)
-        self._activations += [pair for pair in found if pair[0].kind != "param"]
         end = len(recorder.calls)
         with recorder.unseen():
             for param, grad in found:
@@ -197,6 +192,23 @@ class FunctionRun:
             self._keep_sparse()
         recorder.calls[self._last :] = early(recorder.calls[self._last : end], recorder.calls[end:])
         recorder.start_later()
+
+    def _gone_through(
+        self,
+        starts: torch.Tensor | Sequence[torch.Tensor],
+        fresh: Callable[[Value], bool],
+        given: Sequence[torch.Tensor] | None,
+        retained: bool,
+    ) -> list[tuple[Value, Value]]:
+        """The gradients that a backward makes, as :func:`backward` returns them; those of activations are noted."""
+        recorder = self._recorder
+        self._last = len(recorder.calls)
+        self._begun = self._last if self._begun is None else self._begun
+        seeds = None if given is None else lambda: list(given)
+        found = backward(starts, recorder, fresh=fresh, given=seeds, retained=retained)
+        recorder.end_backward(0, found)
+        self._activations += [pair for pair in found if pair[0].kind != "param"]
+        return found
 
     def _add(self, param: Value, grad: Value) -> None:
         """Add to the gradient of a parameter."""
@@ -281,18 +293,8 @@ class FunctionRun:
                 )
             )
         recorder.end_forward()
-        self._last = len(recorder.calls)
-        self._begun = self._last if self._begun is None else self._begun
         given = [grad_outputs] if isinstance(grad_outputs, torch.Tensor) else grad_outputs
-        found = backward(
-            starts,
-            recorder,
-            fresh=lambda _: True,
-            given=None if given is None else lambda: list(given),
-            retained=bool(retain_graph),
-        )
-        recorder.end_backward(0, found)
-        self._activations += [pair for pair in found if pair[0].kind != "param"]
+        found = self._gone_through(starts, lambda _: True, given, bool(retain_graph))
         gradients = {param.index: (param, gradient) for param, gradient in found if param.kind == "param"}
         made: list[torch.Tensor | None] = []
         with recorder.unseen():
@@ -356,9 +358,7 @@ class FunctionRun:
                     for param in group["params"]:
                         value = self._recorder.read(param).root
                         params.append(value.label)
-                        if param.grad is None:
-                            continue
-                        if param.grad.layout != torch.strided:
+                        if param.grad is None or param.grad.layout != torch.strided:
                             continue
                         grad = self._recorder.read(param.grad)
                         if grad.index in self._earlier:
@@ -427,9 +427,8 @@ class FunctionRun:
         Raises:
             CaptureError: the step adds to a gradient that is left at its end, and that it reads, or may read later.
         """
-        read = {
-            value.index for value in (*returned, *[value for call in self._recorder.calls for value in call.inputs])
-        }
+        inputs = [value for call in self._recorder.calls for value in call.inputs]
+        read = {value.index for value in (*returned, *inputs)}
         unread = {gradient.index for _, gradient in self._sums.values()} - read
         groups = [group for optimizer in self._function.optimizers.values() for group in optimizer.param_groups]
         updated = {id(self.standing(param)) for group in groups for param in group["params"]}

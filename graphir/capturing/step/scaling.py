@@ -18,7 +18,7 @@ __all__ = ["Scaling"]
 
 
 class Scaling:
-    """What a scaler does in one run of a step.
+    """A gradient scaler during one run of a step.
 
     Args:
         scaler: itself, which is only read.

@@ -1,5 +1,5 @@
-"""What a step function cannot use while it is recorded: numbers and state of optimizers that move between steps,
-schedulers, and optimizers and gradient scalers that were not found."""
+"""A step function is refused where it uses a number or the state of an optimizer, which move between steps; or a
+scheduler; or an optimizer or a gradient scaler that was not found."""
 
 from __future__ import annotations
 

@@ -39,19 +39,6 @@ _OTHER_KINDS: Final = "calls are of other kinds again and again, by shapes, numb
 _OTHER_OUTPUTS: Final = "gradients come for other outputs again and again"
 
 
-class _Failed(Exception):
-    """Plans have failed.
-
-    Attributes:
-        plans: themselves.
-        failed: how.
-    """
-
-    def __init__(self, plans: PlacedPlans, failed: Failed) -> None:
-        super().__init__(failed.error.what)
-        self.plans, self.failed = plans, failed
-
-
 class _Kind:
     """A kind of calls.
 
@@ -119,9 +106,9 @@ class PlacedCalls:
                 found = self._run(guard, call)
                 self._captures.calls += 1
                 return found
-        except _Failed as e:  # what has failed is to fail in the model's own code, whose error says where
-            found = e.plans.go_on(e.failed, args, kwargs)
-            why = f"a plan has failed where this has not: {e.failed.error.what}"
+        except Failed as e:  # what has failed is to fail in the model's own code, whose error says where
+            found = e.plans.go_on(e, args, kwargs)
+            why = f"a plan has failed where this has not: {e.error.what}"
             with self._lock:
                 self._cache.replace(e.plans, why)
             self._tell(why)
@@ -170,7 +157,7 @@ class PlacedCalls:
 
         Raises:
             Unfit: there are none.
-            _Failed: one has failed.
+            Failed: one has failed.
         """
         kind = self._kind(call)
         wanted = kind.wanted
@@ -181,8 +168,6 @@ class PlacedCalls:
                 found = plans(call)
             except CoverageError:
                 continue
-            except Failed as e:
-                raise _Failed(plans, e) from None
             self._cache.used(plans)
             return found
         changes = () if self._cache.holds_plans_of(guard) else guard.changes
@@ -199,10 +184,7 @@ class PlacedCalls:
         if changes:
             self._cache.drop_other_tensors(guard)
             warn(f"{self._name()} was captured anew: {told(changes)}", RecaptureWarning)
-        try:
-            return plans(call)
-        except Failed as e:
-            raise _Failed(plans, e) from None
+        return plans(call)
 
     def _made(self, guard: ModuleGuard, call: PlacedCall) -> PlacedPlans:
         self._captures.made += 1

@@ -82,7 +82,9 @@ class EagerParts:
         """The forwards of users' classes that a capture runs."""
         inside = {id(inner) for path in self._parts for inner in self.model.get_submodule(path).modules()}
         kinds = dict.fromkeys([type(module) for module in self.model.modules() if id(module) not in inside])
-        written = [next(base for base in kind.__mro__ if _is_written(vars(base).get("forward"))) for kind in kinds]
+        written = [
+            next(base for base in kind.__mro__ if isinstance(vars(base).get("forward"), FunctionType)) for kind in kinds
+        ]
         return [vars(base)["forward"] for base in written if base.__module__.partition(".")[0] not in LIBRARIES]
 
     def _captured(self, inputs: Sequence[Any], **options: Any) -> Program:
@@ -145,10 +147,6 @@ class EagerParts:
         inside = [*found.values(), *[modules[p] for p in self._parts]]
         own = {id(param): param.numel() for module in inside for param in module.parameters()}
         return found if sum(own.values()) <= _MOST * sum([p.numel() for p in self.model.parameters()]) else {}
-
-
-def _is_written(forward: object) -> bool:
-    return isinstance(forward, FunctionType)
 
 
 class _Part:

@@ -46,14 +46,15 @@ class Failed(Exception):
     """A forward plan has failed.
 
     Attributes:
+        plans: that have failed.
         error: how.
         step: what its seeds were mixed of.
         done: what modules' own code has done before.
     """
 
-    def __init__(self, error: RunError, step: int, done: Sequence[Done]) -> None:
+    def __init__(self, plans: PlacedPlans, error: RunError, step: int, done: Sequence[Done]) -> None:
         super().__init__(error.what)
-        self.error, self.step, self.done = error, step, done
+        self.plans, self.error, self.step, self.done = plans, error, step, done
 
 
 class _Ran(NamedTuple):
@@ -222,7 +223,7 @@ class PlacedPlans:
             with self._state.restored_if_it_fails() as before:
                 outputs = self._forward(dims, given, step)
         except RunError as e:
-            raise Failed(e, step, self._eager.taken().done) from None
+            raise Failed(self, e, step, self._eager.taken().done) from None
         graphs = self._eager.taken()
         graphs.done.clear()
         values = {

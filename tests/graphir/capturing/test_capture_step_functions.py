@@ -579,7 +579,7 @@ def test_refused(step: Callable[..., Any], why: str) -> None:
 
 
 def judged(then: Callable[[list[nn.Parameter], Tensor], Any], steps: bool = True) -> Any:
-    """A step of two modules, whose optimizer has one of them: eager steps go on adding to the other's gradients."""
+    """A step whose optimizer has the first layer alone: eager steps go on adding to the gradients of the others."""
     model = net()
     optimizer = torch.optim.SGD(model[0].parameters(), 0.1)
 
