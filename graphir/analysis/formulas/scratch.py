@@ -318,7 +318,7 @@ def _adafactor(call: SizedOperator) -> int:
 
 def _muon(call: SizedOperator) -> int:
     """Muon: what is between the gradient and its momentum, and in bfloat16 two matrices like the parameter and two of
-    its smaller side; and a copy, which a product of these may make."""
+    its smaller side; and a copy, which a product of these may make. Kernels in several threads take more."""
     param = call.operand(0)
     rows, columns = param.shape
     least = min(rows, columns)
