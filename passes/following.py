@@ -48,8 +48,20 @@ def follow(program: Program, moved: Mapping[int, Device], homes: Mapping[str, De
         homes: the new device of each external input of the step that moves.
         by: the pass that moves them.
     """
+    homes = {**_with_parameters(program, homes), **homes}
     ops, blobs = _Following(program.step, program.dims, moved, homes, by).run()
     return program.with_(init=filled(program.init, blobs, by), step=program.step.with_(ops=ops, blobs=blobs))
+
+
+def _with_parameters(program: Program, homes: Mapping[str, Device]) -> dict[str, Device]:
+    """Where the state of parameters goes that move, if it is where they are: the optimizer's, and lasting gradients."""
+    blobs, found = program.step.blobs, dict[str, Device]()
+    for state, param in program.interface.owners():
+        for prefix in program.replicas:
+            to, its = homes.get(prefix + param), blobs.get(prefix + state)
+            if to is not None and its is not None and its.device == blobs[prefix + param].device:
+                found[its.name] = to
+    return found
 
 
 class _Following:

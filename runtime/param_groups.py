@@ -108,7 +108,7 @@ class _Source:
     """Where the groups of sessions beside each other have their numbers from.
 
     Attributes:
-        first: the groups of the first program.
+        program: the first program that has an optimizer, if any has.
         groups: one for each parameter group.
         followed: the optimizers that are followed; none: the numbers are those of the groups themselves.
         params: the parameters of each of their groups when they were followed.
@@ -119,11 +119,15 @@ class _Source:
     """
 
     def __init__(self, program: Program) -> None:
-        self.first = described = program.interface.param_groups
-        self.groups = [Group(group, i, self) for i, group in enumerate(described)]
         self.followed: tuple[torch.optim.Optimizer, ...] = ()
         self.params: list[list[Tensor]] = []
         self.changes = 0
+        self.take(program)
+
+    def take(self, program: Program) -> None:
+        """Have the groups of a program, where none beside it has had any."""
+        self.program, described = program, program.interface.param_groups
+        self.groups = [Group(group, i, self) for i, group in enumerate(described)]
         self.captured: tuple[weakref.ref[torch.optim.Optimizer], ...] = program.optimizers if described else ()
         self.known = [_numbers(group.options) for group in described]
 
@@ -216,11 +220,13 @@ class ParamGroups:
     def __init__(self, program: Program, given: Mapping[str, Tensor], beside: ParamGroups | None = None) -> None:
         self.program = program
         described = program.interface.param_groups
-        shared = beside is not None and bool(described)
-        self._source: _Source = beside._source if beside is not None and shared else _Source(program)
-        if beside is not None and shared:
-            self._check_beside(beside.program)
-        self.groups = self._source.groups
+        self._source: _Source = _Source(program) if beside is None else beside._source
+        shared = bool(described and self._source.groups) and beside is not None
+        if shared:
+            self._check_beside(self._source.program)
+        elif described and beside is not None:
+            self._source.take(program)
+        self.groups = self._source.groups if described else []
         # For each group the options that are part of the program, and the followed optimizer's own objects for them.
         self._fixed = [[item for item in group.options.items() if _is_fixed(item[0], group)] for group in described]
         self._checked: tuple[int, Any] | None = None
@@ -406,7 +412,7 @@ class ParamGroups:
                         "the one beside it",
                         "capture both with one, or make a session of its own and give it state by load_state_dict()",
                     )
-            first = self._source.first[i].options
+            first = theirs.param_groups[i].options
             for name in _KEEPING:
                 before, now = first.get(name, 0), mine.options.get(name, 0)
                 if bool(now) != bool(before) and (now or name != "momentum"):

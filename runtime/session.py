@@ -480,22 +480,24 @@ class Session(Stepping):
             self._state.load_module(state)
 
     def gradients(self, replica: int = 0) -> dict[str, Tensor]:
-        """The gradients that the last step of a program without optimizer handed back, copied, by the names of
-        ``model.named_parameters()``; those of several replicas are reduced. What else a program hands back beside its
-        loss is there by base name.
+        """The gradients that the last step of a program without optimizer handed back, and those that last from step to
+        step, copied, by the names of ``model.named_parameters()``; those of several replicas are reduced. What else a
+        program hands back beside its loss is there by base name.
 
         Raises:
             SessionError: no step was done, or the program hands back nothing else.
         """
         with self._between_steps():
-            self._state.check_replica(replica)
+            kept = self._state.gradients(replica)
+            if not self._gather.others and kept is not None:
+                return kept
             if not self._gather.others:
                 what, fix = "the program hands back no gradients", "capture it with a loss, without an optimizer"
                 raise SessionError(what, where=self._where(), fix=fix)
             if not self._outputs:
                 what, fix = "no step was done yet, so there are no gradients", "call step() first"
                 raise SessionError(what, where=self._where(), fix=fix)
-            return self._handed.gradients(self._outputs, replica)
+            return {**(kept or {}), **self._handed.gradients(self._outputs, replica)}
 
     def close(self) -> None:
         """End the session's threads. A closed session refuses everything else. A step in another thread is waited for.

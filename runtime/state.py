@@ -18,7 +18,7 @@ from graphir.ir.blob import Blob, bound_layout
 from graphir.ir.device import Device
 from graphir.ir.operator import Operator
 from graphir.ir.parts import Parts, whole_shape
-from graphir.ir.program import Interface, Program
+from graphir.ir.program import GRADIENT, IS_NONE, Interface, Program
 from graphir.ir.symbols import to_torch
 from graphir.ir.tensor import not_dense
 from graphir.ir.text import operator_text
@@ -62,7 +62,8 @@ class _Names(NamedTuple):
 
     def add(self, interface: Interface) -> None:
         """Add what another program says."""
-        self.optimizer_state.update(interface.optimizer_state)
+        for param, own in interface.optimizer_state.items():
+            self.optimizer_state[param] = {**self.optimizer_state.get(param, {}), **own}
         self.parts.update(interface.parts)
         self.placed.update(interface.placed)
 
@@ -325,6 +326,7 @@ class State:
             count += len(indices)
             for index, param in zip(indices, group["params"], strict=True):
                 own = self.names.optimizer_state.get(param, {})
+                own = {name: blob for name, blob in own.items() if name not in (GRADIENT, IS_NONE)}
                 joined = {name: self.joined(blob, replica, self.common) for name, blob in own.items()}
                 found = {name: each for name, each in joined.items() if each is not None}
                 kept = as_torch_has_it(found, kind)
@@ -332,6 +334,17 @@ class State:
                     state[index] = kept
             packed.append({**group, "params": indices})
         return {"state": state, "param_groups": packed}
+
+    def gradients(self, replica: int) -> dict[str, Tensor] | None:
+        """Copies of the gradients that a step has left, by parameter; None where none last from step to step."""
+        self.check_replica(replica)
+        lasting = {param: own for param, own in self.names.optimizer_state.items() if GRADIENT in own}
+        found = {}
+        for param, own in lasting.items():
+            gradient, is_none = (self.joined(own[name], replica, self.common) for name in (GRADIENT, IS_NONE))
+            if gradient is not None and is_none is not None and not is_none.clone():
+                found[param] = gradient.clone()
+        return found if lasting else None
 
     def loss_scaler(self) -> dict[str, Any]:
         """The state in the format of ``torch.amp.GradScaler.state_dict()``; replicas have the same."""
@@ -431,7 +444,9 @@ def _fill(op: Operator, values: Mapping[str, Tensor], program: Program) -> dict[
 
 
 def _trains(program: Program) -> bool:
-    return bool(program.interface.optimizers)
+    """Whether a program makes updates, or what an update reads."""
+    kept = program.interface.optimizer_state.values()
+    return bool(program.interface.optimizers) or any(GRADIENT in own for own in kept)
 
 
 def _check_beside(ours: Program, theirs: Program) -> None:

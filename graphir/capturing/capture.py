@@ -41,8 +41,8 @@ from .program.build import build_program
 from .program.caveats import caveats_of
 from .record.values import UPDATE
 from .sizes.follow import follow_dims
+from .step.between import warn_of_gradients
 from .step.comparison import Outline, outcome
-from .step.function import warn_of_unread
 from .step.micro_batches import per_micro_batch
 from .step.recording import Step
 from .witness import StepWitness
@@ -73,6 +73,7 @@ def capture(
     allow_changes: Iterable[str] = (),
     target: str | None = None,
     sizes: Iterable[Mapping[str, int]] = (),
+    beside: Program | None = None,
     name: str | None = None,
 ) -> Program:
     """Capture a step: forward, loss, backward and update, as one program.
@@ -128,6 +129,8 @@ def capture(
         sizes: further sizes that the program has to cover, such as ``[{"batch": 64}, {"batch": 128}]``; a dimension
             that is left out has its captured size. The step is recorded once more at each and compared with the
             program. A program that is loaded from a file runs at these sizes, whatever Python asks about sizes.
+        beside: of a function, the program of another step of the same modules: this step begins with the gradients that
+            the other one leaves, and leaves such gradients, the state ``<parameter>.grad``.
         name: of the program; by default the class's name in lower case.
 
     Returns:
@@ -148,7 +151,7 @@ def capture(
     else:
         given = locals()
         refuse_beside_function({option: given[option] for option in IN_A_FUNCTION})
-        function = read_function(step, stateful)
+        function = read_function(step, stateful, beside)
         model = function.model
     refuse_model(model)
     if not isinstance(name, (str, type(None))):
@@ -158,6 +161,8 @@ def capture(
     optimizers: tuple[torch.optim.Optimizer, ...] = (optimizer,) if optimizer is not None else ()
     if function is not None:
         optimizers = tuple(function.optimizers.values())
+    elif beside is not None:
+        raise CaptureError("beside is for a step that is a function", fix="leave beside out")
     if optimizer is not None and loss is None:
         raise CaptureError("an optimizer is given, but no loss", fix="pass loss=, or leave the optimizer out")
     positions = _positions(backward)
@@ -267,9 +272,10 @@ def _program_of(
     """The program, its recording's outline, and the sizes at which it was recorded."""
     followed = follow_dims(step)
     step.allowed.check()
-    steps = followed.sizes.recording.steps
+    recording = followed.sizes.recording
+    steps = recording.steps or bool(recording.kept)  # a step beside will update by what lasts
     if step.function is not None and steps:
-        warn_of_unread(followed.sizes.recording)
+        warn_of_gradients(recording, step.function.between.wanted)
     program, named = build_program(
         step,
         followed,
@@ -278,7 +284,6 @@ def _program_of(
         optimizers=tuple([type(each).__name__ for each in optimizers]) if steps else (),
         groups=() if not steps else with_forms_of_cuda(groups) if step.target.is_cuda else groups,
     )
-    recording = followed.sizes.recording
     # A known constant is a literal: each step makes a new tensor of it.
     constants = {named[v.index]: t for v, t in recording.constants if v.kind == "constant" and not v.known}
     calls = enumerate(recording.calls)

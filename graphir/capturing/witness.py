@@ -26,6 +26,7 @@ from ..ir.symbols import to_torch
 from ..ir.tensor import same_bits
 from ..ir.text import operator_text
 from .intake.arguments import Arguments
+from .intake.found import Between
 from .intake.state import ModelState, has_data, read_state
 from .isolate.attributes import AllowedChanges, Attributes
 from .isolate.caches import Caches
@@ -139,6 +140,11 @@ class StepWitness:
             where=found.where or f"program {self._program.name!r}",
             fix=f"capture the model at these sizes, or run other sizes{otherwise}",
         )
+
+    @property
+    def between(self) -> Between | None:
+        """What is known of the gradients between the steps of a function; None: the step is none."""
+        return None if self._step.function is None else self._step.function.between
 
     @property
     def changed(self) -> Mapping[Hashable, object]:

@@ -57,7 +57,7 @@ from ..errors import (
 )
 from ..ir.device import DeviceName
 from ..ir.plan import Plan
-from ..ir.program import Gathered, Program
+from ..ir.program import GRADIENT, Gathered, Program
 from ..ir.tensor import same_bits
 from .placing import Placing
 from .plan_cache import ModuleGuard, PlanCache, told
@@ -111,6 +111,10 @@ class Compiled:
             ``{"check_finite": True}`` or ``{"deadline": 60.0}``.
         state: what to go on from, as :meth:`state` gives it, with the number of steps done; by default the model's and
             the optimizer's, and no step done.
+        beside: a compiled step of the same modules, whose state and optimizers this one shares: a step of either is a
+            step of both. Gradients that one leaves and the other adds to, reads or updates by last from step to step:
+            micro-batches may be steps of one function, and the update a step of another. *devices*, *shares*, *limits*,
+            *topology* and *session* are those of the other one.
         witness: whether the step is recorded once more before the first step at sizes that were not recorded, and
             captured anew where it is not the plan's there.
         options: what else :func:`graphir.capture` takes: ``loss``, ``optimizer``, …. Attributes in *allow_changes* may
@@ -139,6 +143,7 @@ class Compiled:
         most_plans: int = 8,
         session: Mapping[str, Any] | None = None,
         state: Mapping[str, torch.Tensor] | None = None,
+        beside: Compiled | None = None,
         witness: bool = True,
         **options: Any,
     ) -> None:
@@ -149,10 +154,14 @@ class Compiled:
         _check_options(session)
         if not isinstance(state, Mapping | None):
             raise SessionError(f"state is a {type(state).__name__}, not a mapping", fix="give what state() returned")
+        if beside is not None:
+            given = {"devices": devices != (0,), "session": session, "state": state, "topology": topology}
+            _check_beside(beside, {**given, "shares": shares, "limits": limits})
+        self._group: _Group = _Group() if beside is None else beside._group
         self._function: StepFunction | None = None
         model: torch.nn.Module = step  # type: ignore[assignment]  # what is no module is refused
         if not isinstance(step, (torch.nn.Module, type)) and callable(step):
-            self._function = read_function(step, options.get("stateful", ()))
+            self._function = read_function(step, options.get("stateful", ()), self._group.program)
             model = self._function.model
         refuse_model(model, "compile")
         if not isinstance(passes, str) and not callable(passes):
@@ -163,8 +172,8 @@ class Compiled:
         self._captures, self._model, self._most_plans = step, model, most_plans
         if shares == "auto" and limits is None:
             raise PassError("shares='auto' is of a placement, and nothing is placed without limits", fix="give limits")
-        given = build(Replicate, devices=devices, shares=None if shares == "auto" else shares)
-        self._devices, self._shares, self._gather = given.devices, given.shares, gather
+        replicas = build(Replicate, devices=devices, shares=None if shares == "auto" else shares)
+        self._devices, self._shares, self._gather = replicas.devices, replicas.shares, gather
         self._passes: Callable[[Program], Program] | None = None
         if passes:
             self._passes = Pipeline(passes) if isinstance(passes, str) else passes
@@ -174,6 +183,11 @@ class Compiled:
         if limits is not None:
             self._placing = Placing(limits, topology, _binding(session or {}), shares == "auto")
         self._options, self._session_options = options, dict(session or {})
+        if beside is not None:
+            self._devices, self._shares, self._placing = beside._devices, beside._shares, beside._placing
+            self._session_options = beside._session_options
+        self._seen = self._group.grown
+        self._earlier: list[Session] = []
         asked = self._session_options
         if is_on_cuda(asked.get("binding", "auto"), is_of_host(asked.get("executor", "auto"))):
             options.setdefault("target", "cuda")
@@ -201,7 +215,7 @@ class Compiled:
         """Capture the step for the first time."""
         arguments = self._read(inputs, kwargs, targets, self._batch_dims)
         guard = self._look()
-        session = self._made(arguments, None, guard)
+        session = self._made(arguments, self._group.session, guard)
         self._count = arguments.inputs
         if self._batch_dims is None:
             # The same dimensions hold for every later capture, where lengths alone could tell them otherwise.
@@ -233,8 +247,10 @@ class Compiled:
         if not self._running.acquire(blocking=False):
             raise SessionError("another thread is in a step of this model", fix="compile it once for each thread")
         try:
-            if not self._cache.plans:
+            if not (self._cache.plans or self._earlier):
                 self._begin(args, kwargs)
+            if self._seen != self._group.grown:
+                self._drop_behind()
             refusal: CoverageError | None = None
             guard = self._look()
             for session in self._cache.found(guard):
@@ -254,7 +270,9 @@ class Compiled:
     ) -> Any:
         """A step that no plan covers: for the reason *refusal*; without one, since the model is another one."""
         why = "its plan had made room for others"
-        if refusal is not None:
+        if self._earlier:
+            why = "a step beside leaves gradients now, which its plan did not begin with"
+        elif refusal is not None:
             why = f"{refusal.what} ({refusal.fix})"
         elif guard.changes:
             self._check_tensors()
@@ -270,7 +288,7 @@ class Compiled:
                 raise
             # Its sizes are fixed, and the shares of this batch are not equal; or a share is too small for the model.
             session, result = self._stepped(self._made_alone, arguments, guard, args, kwargs)
-        dropped = self._cache.keep(guard, session)
+        dropped, self._earlier = self._cache.keep(guard, session), []
         for old in dropped:
             old.close()
         text = f"the step of {session.plan.name!r} was captured anew: {why}"
@@ -287,6 +305,7 @@ class Compiled:
         kwargs: Mapping[str, Any],
     ) -> tuple[Session, Any]:
         """A session that is made for these arguments, and what its first step returns."""
+        before = dict(vars(self._group))
         with self._modes.held():
             session = made(arguments, self._sessions[0], guard)
         try:
@@ -295,6 +314,7 @@ class Compiled:
             return session, session.step(*args, **kwargs)
         except BaseException:
             session.close()
+            vars(self._group).update(before)
             raise
 
     def _check_tensors(self) -> None:
@@ -317,12 +337,25 @@ class Compiled:
         Raises:
             SessionError: nothing was captured so far.
         """
-        if not self._cache.plans:
+        if not (self._cache.plans or self._earlier):
             raise SessionError(
                 "nothing is captured before the first step of a function that was compiled without inputs",
                 fix="do a step before, or compile the function with inputs",
             )
-        return self._cache.plans
+        return self._cache.plans or self._earlier
+
+    @property
+    def _updating(self) -> Session:
+        """The session that was used last of those that make updates; of those that do not, if there are no others."""
+        sessions = self._sessions
+        return next((s for s in sessions if s.plan.program.interface.optimizers), sessions[0])
+
+    def _drop_behind(self) -> None:
+        """Drop plans that do not begin with all gradients which steps beside leave."""
+        self._seen = self._group.grown
+        behind = [session for session in self._cache.plans if _lasting(session.plan.program) != self._group.lasting]
+        self._earlier = self._earlier or behind[:1]
+        self._cache.drop(behind)
 
     def run(self, loader: Iterable[Any], steps: int | None = None, progress: bool = True) -> list[Any]:
         """Steps on the batches of a loader, as :meth:`graphir.runtime.Session.run`; captures anew as :meth:`step` does.
@@ -422,7 +455,7 @@ class Compiled:
         if self._placing is not None:
             limits, options = self._placing.limits_of(plan), {**options, "binding": self._placing.binding_of(plan)}
         state = {**captured.state, **self._state}
-        followed = self._optimizers() if beside is None else None  # those beside share what is followed
+        followed = self._optimizers() if captured.interface.optimizers and not self._group.followed else None
         session = Session(
             plan,
             state,
@@ -430,9 +463,10 @@ class Compiled:
             witness=witness,
             limits=limits,
             lent=lent,
-            optimizer=followed if captured.interface.optimizers else None,
+            optimizer=followed,
             **options,
         )
+        self._group.add(session, captured)
         self._state = {name: tensor for name, tensor in self._state.items() if name not in captured.state}
         if self._placing is not None and found is not None:
             self._placing.keep(found)
@@ -470,8 +504,10 @@ class Compiled:
         parts = self._options.get("accumulate")
         parts = parts if type(parts) is int and parts > 0 else 1  # what else it may be is for capture to refuse
         inputs, kwargs, targets = arguments.split(_first_share(arguments, replicas, parts))
+        beside = self._group.program if self._function is not None else None
+        batch_dims = _dims_tree(arguments)
         return capture(
-            self._captures, inputs, kwargs, targets=targets, batch_dims=_dims_tree(arguments), **self._options
+            self._captures, inputs, kwargs, targets=targets, batch_dims=batch_dims, beside=beside, **self._options
         )
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
@@ -522,12 +558,12 @@ class Compiled:
 
         Setting a number ends the following of the optimizer: all others stay as it has them then.
         """
-        return self._sessions[0].param_groups
+        return self._updating.param_groups
 
     def follow(self, *optimizers: torch.optim.Optimizer) -> None:
         """Read the numbers of *optimizers* before each step, as those of the captured ones are from the start; see
         :meth:`graphir.runtime.Session.follow`."""
-        self._sessions[0].follow(*optimizers)
+        self._updating.follow(*optimizers)
 
     def state_dict(self, replica: int = 0) -> dict[str, torch.Tensor]:
         """The module's state under its own names, copied."""
@@ -536,11 +572,11 @@ class Compiled:
     def optimizer_state_dict(self, replica: int = 0, of: int | torch.optim.Optimizer = 0) -> dict[str, Any]:
         """The optimizer's state as ``optimizer.load_state_dict`` takes it, copied; see
         :meth:`graphir.runtime.Session.optimizer_state_dict`."""
-        return self._sessions[0].optimizer_state_dict(replica, of)
+        return self._updating.optimizer_state_dict(replica, of)
 
     def loss_scaler_state_dict(self) -> dict[str, Any]:
         """The loss scaler's state; see :meth:`graphir.runtime.Session.loss_scaler_state_dict`."""
-        return self._sessions[0].loss_scaler_state_dict()
+        return self._updating.loss_scaler_state_dict()
 
     def state(self, replica: int | None = None) -> dict[str, torch.Tensor]:
         """All state, copied; see :meth:`graphir.runtime.Session.state`."""
@@ -552,12 +588,17 @@ class Compiled:
 
     def write_back(self) -> None:
         """Copy all state into the model, its optimizers and its gradient scaler, which steps leave as they were: for an
-        evaluation, or for a checkpoint as eager PyTorch writes it."""
-        state = self.state_dict()
-        optimizers = self._optimizers() if self.plan.program.interface.optimizers else []
+        evaluation, or for a checkpoint as eager PyTorch writes it. Gradients that last from step to step go into
+        ``p.grad``."""
+        state, program = self.state_dict(), self._updating.plan.program
+        optimizers = self._optimizers() if program.interface.optimizers else []
         states = [self.optimizer_state_dict(of=position) for position in range(len(optimizers))]
         scaler = self._options.get("loss_scale") if self._function is None else self._function.scaler
+        gradients = self._sessions[0].gradients() if _lasting(program) else {}
         self._model.load_state_dict(state)
+        for name in _lasting(program):
+            param = self._model.get_parameter(name)
+            param.grad = gradients[name].to(param.device) if name in gradients else None
         for optimizer, kept in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(kept)
         if isinstance(scaler, torch.amp.GradScaler):
@@ -596,6 +637,46 @@ class Compiled:
 
 compile = Compiled
 """The whole way in one call."""
+
+
+class _Group:
+    """Compiled steps that share their state.
+
+    Attributes:
+        session: one of their sessions, whose state is that of all; None before the first.
+        program: the program that was captured last.
+        lasting: the gradients that last from step to step.
+        grown: counts how often these have become more.
+        followed: whether the optimizers were given to a session.
+    """
+
+    def __init__(self) -> None:
+        self.session: Session | None = None
+        self.program: Program | None = None
+        self.lasting: frozenset[str] = frozenset()
+        self.grown = 0
+        self.followed = False
+
+    def add(self, session: Session, program: Program) -> None:
+        """Note a session, and the program that it was made of."""
+        self.grown += self.lasting != _lasting(program)
+        self.session, self.program, self.lasting = session, program, _lasting(program)
+        self.followed |= bool(program.interface.optimizers)
+
+
+def _lasting(program: Program) -> frozenset[str]:
+    """The parameters whose gradients last from step to step."""
+    return frozenset([param for param, own in program.interface.optimizer_state.items() if GRADIENT in own])
+
+
+def _check_beside(beside: object, given: Mapping[str, object]) -> None:
+    """Refuse what is no compiled step, one that has captured nothing, and arguments that it has given already."""
+    if not isinstance(beside, Compiled):
+        raise SessionError(f"beside is a {type(beside).__name__}", fix="give what graphir.compile returned")
+    beside._sessions  # noqa: B018  # raises where nothing was captured
+    for name, value in given.items():
+        if value:
+            raise SessionError(f"{name} is given beside a compiled step, which has it", fix=f"leave {name} out")
 
 
 def _check_state(state: Mapping[str, torch.Tensor], program: Program) -> None:

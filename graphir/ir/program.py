@@ -26,7 +26,19 @@ from .size import BATCH, Dims
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["REDUCTIONS", "Gathered", "Interface", "Note", "ParamGroup", "Program", "Reduction", "Scalar", "Slot"]
+__all__ = [
+    "GRADIENT",
+    "IS_NONE",
+    "REDUCTIONS",
+    "Gathered",
+    "Interface",
+    "Note",
+    "ParamGroup",
+    "Program",
+    "Reduction",
+    "Scalar",
+    "Slot",
+]
 
 
 def _number(given: object) -> object:
@@ -38,6 +50,11 @@ def _number(given: object) -> object:
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 REDUCTIONS: Final[tuple[str, ...]] = get_args(Reduction)
+
+GRADIENT: Final = "grad"
+IS_NONE: Final = "grad_is_none"
+"""The names of a gradient that lasts from step to step, and of a number that is 1 where there is none, among the state
+of a parameter."""
 
 Note: TypeAlias = "int | float | bool | str | tuple[Note, ...] | Mapping[str, Note] | None"
 """A value as JSON has it; a list is a tuple."""
@@ -106,7 +123,9 @@ class Interface:
         module_state: each name of ``module.state_dict()`` and its blob; tied names share one.
         optimizers: the name of each captured optimizer's class.
         optimizer_state: for each parameter, its optimizer state's blobs by the optimizer's own names
-            (``{"fc1.weight": {"momentum_buffer": "fc1.weight.momentum_buffer"}}``).
+            (``{"fc1.weight": {"momentum_buffer": "fc1.weight.momentum_buffer"}}``); and as ``grad`` its gradient, where
+            that lasts from step to step: other steps add to it, or update by it. ``grad_is_none`` is 1 where a step has
+            left none.
         param_groups: see :class:`ParamGroup`; those of the first optimizer first.
         one_replica: the step could be recorded at one batch only, so that the dimensions along which the results of
             several replicas would be gathered are unknown.

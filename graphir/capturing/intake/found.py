@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, Final, NamedTuple, TypeVar
@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 
 from ...errors import CaptureError
+from ...ir.program import GRADIENT, Program
 from ..isolate.around import Around, globals_of
 from ..isolate.containers import HOLDERS, is_pythons, is_written_in_python
 
@@ -26,6 +27,44 @@ _STATEFUL: Final = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler
 """Types of objects whose state lasts from step to step."""
 
 
+class Between(NamedTuple):
+    """What is known of the gradients between the steps of a function, by the blobs of parameters.
+
+    Attributes:
+        wanted: those that programs beside keep.
+        lost: those that programs beside leave, and do not keep.
+        assumed: those that programs beside begin without.
+        cleared: those that the function's own steps begin without.
+        left: those that these steps leave, and do not keep.
+        lasting: those that these steps keep.
+    """
+
+    wanted: Set[str]
+    lost: Set[str]
+    assumed: Set[str]
+    cleared: set[str]
+    left: set[str]
+    lasting: set[str]
+
+    @classmethod
+    def beside(cls, program: object) -> Between:
+        """What is known beside a program; None: there is none.
+
+        Raises:
+            CaptureError: it is no program.
+        """
+        if program is None:
+            return cls(frozenset(), frozenset(), frozenset(), set(), set(), set())
+        if not isinstance(program, Program):
+            raise CaptureError(f"beside is a {type(program).__name__}, not a program", fix="give what capture returned")
+        interface = program.interface
+        known: Between | None = getattr(program.witness, "between", None)
+        wanted = {param for param, own in interface.optimizer_state.items() if GRADIENT in own}
+        lost = {*interface.gradients, *(() if known is None else known.lost | known.left)} - wanted
+        assumed = (set() if known is None else known.assumed | known.cleared) - wanted
+        return cls(wanted, lost, assumed, set(), set(), set())
+
+
 class StepFunction(NamedTuple):
     """A function that is a step.
 
@@ -35,7 +74,7 @@ class StepFunction(NamedTuple):
         optimizers: that it uses, by name.
         scaler: the gradient scaler that it uses; None without one.
         around: what else it finds around itself.
-        cleared: the parameters that it leaves without a gradient, as far as that is known, and finds so.
+        between: what is known of the gradients between its steps.
     """
 
     call: Callable[..., Any]
@@ -43,7 +82,7 @@ class StepFunction(NamedTuple):
     optimizers: Mapping[str, torch.optim.Optimizer]
     scaler: torch.amp.GradScaler | None
     around: Around
-    cleared: set[str]
+    between: Between
 
     @property
     def name(self) -> str:
@@ -60,12 +99,14 @@ class _Together(torch.nn.Module):
             self.add_module(name, module)
 
 
-def read_function(function: Callable[..., Any], stateful: object = ()) -> StepFunction:
+def read_function(function: Callable[..., Any], stateful: object = (), beside: object = None) -> StepFunction:
     """A step function, and the modules and optimizers that it uses.
 
     Args:
         function: a function, a bound method, a ``functools.partial``, or an object with ``__call__``.
         stateful: modules and optimizers, or these by name; where empty, they are found.
+        beside: the program of another step of the same modules, which are the function's where it names none; None:
+            there is none.
 
     Raises:
         CaptureError: there is no module, or *stateful* has something else.
@@ -74,6 +115,8 @@ def read_function(function: Callable[..., Any], stateful: object = ()) -> StepFu
     known = dict(search.found())
     found = _given(stateful, known) if stateful else known
     modules = _outermost({n: value for n, value in found.items() if isinstance(value, torch.nn.Module)})
+    if not modules and isinstance(beside, Program) and beside.module is not None:
+        modules = {"": beside.module}
     optimizers = _each({n: value for n, value in found.items() if isinstance(value, torch.optim.Optimizer)})
     if not modules:
         raise CaptureError(
@@ -85,7 +128,7 @@ def read_function(function: Callable[..., Any], stateful: object = ()) -> StepFu
     if len(scalers) > 1:
         raise CaptureError(f"{_name_of(function)} uses {len(scalers)} gradient scalers", fix="use one")
     scaler = next((scaler for scaler in scalers.values() if scaler.is_enabled()), None)
-    return StepFunction(function, model, optimizers, scaler, search.around, set())
+    return StepFunction(function, model, optimizers, scaler, search.around, Between.beside(beside))
 
 
 def around_of(functions: Iterable[Callable[..., Any]]) -> Around:

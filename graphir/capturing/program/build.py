@@ -16,7 +16,7 @@ from ...ir.names import RESERVED, Names
 from ...ir.net import Net
 from ...ir.operator import Arg, Operator, stored_versions
 from ...ir.opset import effects_of
-from ...ir.program import Gathered, Interface, Program, Scalar, Slot
+from ...ir.program import GRADIENT, IS_NONE, Gathered, Interface, Program, Scalar, Slot
 from ...ir.symbols import has_symbol
 from ..intake.optimizers import Group
 from ..intake.snapshots import snapshot
@@ -218,7 +218,7 @@ def _state(
     if not all(map(has_data, given)):
         return {}
     tensors = copies | update.state_tensors
-    tensors |= {named[value.index]: snapshot(tensor) for value, tensor in recording.constants}
+    tensors |= {named[value.index]: snapshot(_dense(tensor)) for value, tensor in recording.constants}
     tensors["step"] = torch.zeros((), dtype=torch.int64, device="cpu")
     return tensors
 
@@ -252,9 +252,23 @@ def _interface(
         gradients={} if optimizers else {named[p.index]: named[g.index] for p, g in recording.finished.gradients},
         module_state=step.state.module_state,
         optimizers=optimizers,
-        optimizer_state=update.optimizer_state,
+        optimizer_state=_lasting(update, recording, named),
         param_groups=update.param_groups,
     )
+
+
+def _lasting(update: Update, recording: Recording, named: Sequence[str]) -> dict[str, dict[str, str]]:
+    """The state of each parameter beside itself: its optimizer's, and its gradient where that lasts."""
+    found = {param: dict(own) for param, own in update.optimizer_state.items()}
+    for param, gradient, is_none in recording.kept:
+        lasting = {GRADIENT: named[gradient.index], IS_NONE: named[is_none.index]}
+        found.setdefault(named[param.index], {}).update(lasting)
+    return found
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, with memory for each element."""
+    return tensor.contiguous() if 0 in tensor.stride() else tensor
 
 
 def _results(step: Step, recording: Recording, named: Sequence[str]) -> str | None:

@@ -77,7 +77,7 @@ class Update(NamedTuple):
 
 def build_update(groups: Sequence[Group], recording: Recording, names: Names) -> Update:
     """The update of the parameters that the step updates, those that have a gradient; the others are skipped, as in
-    torch.
+    torch. Parameters whose gradients last have state, too: another step updates these.
 
     Args:
         groups: of the optimizer.
@@ -85,6 +85,7 @@ def build_update(groups: Sequence[Group], recording: Recording, names: Names) ->
         names: hands out the names of numbers and state.
     """
     updated = {call.inputs[0].root.index for call in recording.updates}
+    by_others = {param.index for param, _, _ in recording.kept} - updated
     rates = [names.take("lr") for _ in groups]
     numbers = [{name: names.take(name) for name in group.numbers} for group in groups]
     blobs: list[Blob] = []
@@ -103,7 +104,7 @@ def build_update(groups: Sequence[Group], recording: Recording, names: Names) ->
         }
         for update in group.updates:
             index = values[update.param].index
-            if index in updated:
+            if index in updated | by_others:
                 sparse = index in recording.sparse_gradients
                 update = with_layout(update, sparse, alone=sparse or values[update.param].dtype in looped)
             elif not update.started:

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.swa_utils import AveragedModel
 from torch.utils import _pytree as pytree
 
-from ...errors import CaptureError, TrainingWarning, counted, warn
+from ...errors import CaptureError
 from ...ir.program import Scalar
 from ..intake.found import StepFunction
 from ..intake.structures import named_leaves
@@ -28,18 +28,20 @@ from ..isolate.functions import Handlers
 from ..isolate.patches import replaced
 from ..record.extents import plain
 from ..record.recorder import Recorder
-from ..record.values import RecordedCall, Value
+from ..record.values import Value
 from .averaging import averaging
 from .backward import backward
+from .between import Earlier
 from .clipping import Originals, clipping_named
 from .gathering import gathered
 from .gradients import Finished, update
 from .micro_batches import early
-from .recorded_step import Outcome, Recording
+from .order import in_order, settle
+from .recorded_step import Outcome
 from .scaling import Scaling
 from .unread import others_refused, unread_attributes
 
-__all__ = ["FunctionRun", "warn_of_unread"]
+__all__ = ["FunctionRun"]
 
 _aten: Final = torch.ops.aten
 
@@ -69,12 +71,10 @@ class FunctionRun:
         self._whole: list[tuple[Value, Value]] = []
         self._begun: int | None = None
         self._last = 0
-        self._added_to: list[Value] = []
-        self._updated_by_earlier: list[Value] = []
         self._sparse: dict[int, torch.Tensor] = {}
         self._finished: list[tuple[Value, Value]] = []
         self._steps = False
-        self._earlier: set[int] = set()
+        self._earlier = Earlier(function, recorder, fakes)
         self._originals = Originals()
         self._scaling: Scaling | None = None
         if function.scaler is not None:
@@ -112,7 +112,6 @@ class FunctionRun:
         if self._scaling is not None:
             patched.append((self._function.scaler, self._scaling.methods()))
         own = [(vars(of), {name: vars(of)[name] for name in names if name in vars(of)}) for of, names in patched]
-        params = [fake for fake in self._fakes.values() if fake.requires_grad]
         stack = contextlib.ExitStack()
         try:
             stack.enter_context(others_refused(here))
@@ -121,20 +120,12 @@ class FunctionRun:
             for of, methods in patched:
                 vars(of).update(methods)
             with torch.no_grad():
-                for param in params:
-                    value = self._recorder.read(param)
-                    if value.label in self._function.cleared:
-                        continue
-                    grad = self._recorder.fake(value.shape, value.strides, value.dtype)
-                    earlier = self._recorder.external(grad, f"{value.label}.grad", "state")
-                    self._earlier.add(earlier.index)
-                    param.grad = grad
+                self._earlier.begin()
             with self._function.around.unchanged():
                 yield
         finally:
             stack.close()
-            for param in params:
-                param.grad = None
+            self._earlier.clear()
             for (of, methods), (table, before) in zip(patched, own, strict=True):
                 for name in methods:
                     vars(of).pop(name, None)
@@ -178,7 +169,7 @@ class FunctionRun:
         self._losses.append(value)
         found = self._gone_through(
             loss,
-            lambda param: param.tensor.grad is None or self._is_of_earlier(param.tensor.grad),
+            lambda param: param.tensor.grad is None,
             None if gradient is None else [gradient],
             bool(retain_graph),
         )
@@ -211,31 +202,31 @@ class FunctionRun:
         return found
 
     def _add(self, param: Value, grad: Value) -> None:
-        """Add to the gradient of a parameter."""
-        recorder, fake = self._recorder, param.tensor
+        """Add to the gradient of a parameter. What an update has read or changed is whole: so is what is added."""
+        recorder, held = self._recorder, param.tensor.grad
         self._parts.append((param, grad))
-        if fake.grad is not None:
-            before = recorder.read(fake.grad)
-            if before.index in self._earlier:
-                self._added_to.append(param)
-                self._sums[param.index] = param, grad
-                fake.grad = recorder.window(grad)
-                return
-            if before.phase == "update":
-                raise CaptureError(
-                    f"the step changes the gradient of {param.label!r} between two backwards",
-                    fix="change gradients after the last backward",
-                )
-            grad = recorder.apply(_aten.add.Tensor, before, grad)
-            grad.label = "sum"
-            assert grad.call is not None
-            grad.call.of = param
-            self._parts.append((param, grad))
+        if held is None:
             self._sums[param.index] = param, grad
-            recorder.overwrite(fake.grad, grad)  # whoever holds it sees the sum
+            param.tensor.grad = recorder.window(grad)
             return
-        self._sums[param.index] = param, grad
-        fake.grad = recorder.window(grad)
+        before = recorder.read(held)
+        lasting, whole = self._earlier.has(before), before.phase == "update"
+        if lasting or whole:
+            self._whole += [pair for pair in [self._sums.get(param.index)] if pair is not None]
+            self._sums[param.index] = param, grad
+            recorder.start_update()
+        if lasting:
+            added = self._earlier.add(held, grad)
+        else:
+            total = recorder.apply(_aten.add.Tensor, before, grad)
+            total.label = "sum"
+            assert total.call is not None
+            added = total.call
+            recorder.overwrite(held, total)  # whoever holds it sees the sum
+            if not whole:
+                self._parts.append((param, total))
+                self._sums[param.index] = param, total
+        added.of = param
 
     def _add_to_leaf(self, leaf: torch.Tensor, grad: Value) -> None:
         """Add to the gradient of a tensor that the step has made, or was given."""
@@ -252,8 +243,9 @@ class FunctionRun:
             if self._sparse.get(index) is tensor:
                 continue
             held = param.tensor.grad
-            if held is not None and self._is_of_earlier(held):
-                self._added_to.append(param)
+            value = None if held is None else self._value_of(held)
+            if value is not None and self._earlier.has(value):
+                self._earlier.added_sparse.add(value.root.index)
             elif held is not None:
                 raise CaptureError(
                     f"the step adds to the sparse gradient of {param.label!r} by a second backward",
@@ -317,13 +309,15 @@ class FunctionRun:
 
     def _zero(self, function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
         """Zeros in the place of a gradient, whose numbers nobody asks for any more."""
-        index, held = self._index_of(tensor), [(p, p.grad) for p in self._fakes.values() if p.grad is not None]
-        of = next((param for param, grad in held if self._index_of(grad) == index >= 0), None)
-        if of is None:
+        value, held = self._value_of(tensor), [(p, p.grad) for p in self._fakes.values() if p.grad is not None]
+        of = next((param for param, grad in held if value is not None and self._value_of(grad) is value), None)
+        if of is None or value is None:
             return function(tensor)
         with torch.no_grad():
             zeros = torch.zeros_like(of)
-        if index in self._earlier:
+        if self._earlier.has(value):
+            if self._earlier.lasts(value):
+                return function(tensor)
             of.grad = zeros
             return zeros
         with self._recorder.unseen():
@@ -334,15 +328,12 @@ class FunctionRun:
         for tensor in tensors:
             self._zero(torch.Tensor.zero_, tensor)
 
-    def _is_of_earlier(self, tensor: torch.Tensor) -> bool:
-        return self._index_of(tensor) in self._earlier
-
-    def _index_of(self, tensor: torch.Tensor) -> int:
-        """The index of the value that a tensor shows; -1 of a sparse one."""
+    def _value_of(self, tensor: torch.Tensor) -> Value | None:
+        """The value that a tensor shows; None of a sparse one."""
         if tensor.layout != torch.strided:
-            return -1
+            return None
         with self._recorder.unseen():
-            return self._recorder.read(tensor).index
+            return self._recorder.read(tensor)
 
     def _step_of(self, optimizer: torch.optim.Optimizer) -> Callable[..., None]:
         def step(closure: object = None) -> None:
@@ -360,17 +351,16 @@ class FunctionRun:
                         params.append(value.label)
                         if param.grad is None or param.grad.layout != torch.strided:
                             continue
-                        grad = self._recorder.read(param.grad)
-                        if grad.index in self._earlier:
-                            self._updated_by_earlier.append(value)
-                            continue
-                        finished.append((value, grad))
+                        finished.append((value, self._recorder.read(param.grad)))
             sparse = self._recorder.sparse.gradients
             for index, tensor in self._sparse.items():
                 if self._recorder.values[index].tensor.grad is not tensor:
                     sparse.pop(index, None)  # the step has let go of it
             skips = None if self._scaling is None else self._scaling.skips
-            update(params, Finished(finished, skips), self._recorder)
+            earlier, sums = self._earlier, self._sums
+            untouched = [(param, grad) for param, grad in finished if earlier.has(grad) and param.index not in sums]
+            may_be_none = {param.index: earlier.is_none(grad) for param, grad in untouched}
+            update(params, Finished(finished, skips), self._recorder, may_be_none)
             self._recorder.start_later()
             self._whole += [self._sums[value.index] for value, _ in finished if value.index in self._sums]
             self._finished += finished
@@ -387,16 +377,15 @@ class FunctionRun:
             CaptureError: it returns something else than tensors and numbers, or reads what no program has.
         """
         recorder = self._recorder
-        self._check(recorder.calls)
         if self._scaling is not None:
             self._scaling.check_end()
-        if self._begun is not None:
-            _settle(recorder.calls[self._begun :])
-        recorder.calls[self._last :] = _in_order(recorder.calls[self._last :])
         leaves, spec = pytree.tree_flatten(returned)
         with recorder.unseen():
             values = [self._leaf(leaf) for leaf in leaves]
-            self._begin_as_it_ends([value for value in values if isinstance(value, Value)])
+        self._end_gradients([value for value in values if isinstance(value, Value)])
+        if self._begun is not None or self._earlier.kept:
+            settle(recorder.calls[self._begun or 0 :])
+        recorder.calls[self._last :] = in_order(recorder.calls[self._last :])
         for (name, _), value in zip(named_leaves("", returned), values, strict=True):
             if (
                 isinstance(value, Value)
@@ -408,6 +397,8 @@ class FunctionRun:
         alone = isinstance(returned, torch.Tensor) and loss is not None and values[0] is loss
         whole = {gradient.index: (param, gradient) for param, gradient in (*self._whole, *self._sums.values())}
         of_params = list(whole.values())
+        kept = {param.index for param, _, _ in self._earlier.kept}
+        handed = [pair for pair in of_params if pair[0].index not in kept]
         return Outcome(
             loss=loss,
             returned=() if alone else values,
@@ -416,43 +407,32 @@ class FunctionRun:
             steps=self._steps,
             gradients=[*of_params, *self._activations],
             parts=[(param, gradient) for param, gradient in self._parts if gradient.index not in whole],
-            finished=Finished(self._finished if self._steps else of_params),
+            finished=Finished(self._finished if self._steps else handed),
+            kept=self._earlier.kept,
         )
 
-    def _begin_as_it_ends(self, returned: Sequence[Value]) -> None:
-        """Note the parameters without a gradient at the end of the step, with which the next step begins.
-
-        A gradient that is left at the end is none to the next step where nothing reads the sum.
+    def _end_gradients(self, returned: Sequence[Value]) -> None:
+        """Find the gradients that last from step to step.
 
         Raises:
-            CaptureError: the step adds to a gradient that is left at its end, and that it reads, or may read later.
+            CaptureError: the step updates by gradients that it does not compute, and nobody leaves.
         """
-        inputs = [value for call in self._recorder.calls for value in call.inputs]
-        read = {value.index for value in (*returned, *inputs)}
-        unread = {gradient.index for _, gradient in self._sums.values()} - read
-        groups = [group for optimizer in self._function.optimizers.values() for group in optimizer.param_groups]
-        updated = {id(self.standing(param)) for group in groups for param in group["params"]}
-        for verb, params in (("adds to", self._added_to), ("updates by", self._updated_by_earlier)):
-            for param in params:
-                grad, own = param.tensor.grad, self._steps and id(param.tensor) not in updated
-                if grad is not None and not (own and self._index_of(grad) in unread):
-                    raise CaptureError(
-                        f"the step {verb} the gradient of {param.label!r} that an earlier step has left",
-                        fix=f"call {'model' if own else 'optimizer'}.zero_grad() before the backward",
-                    )
-                self._function.cleared.add(param.label)
+        self._earlier.end(returned, self._sums, {param.index for param, _ in self._finished}, self._steps)
+        if self._earlier.again and self._begun is None and self._finished:
+            raise CaptureError(
+                f"the step updates {self._finished[0][0].label!r} by a gradient that it does not compute",
+                fix="give the step that computes it: capture(…, beside=program), or compile(…, beside=compiled)",
+            )
 
     @property
     def again(self) -> bool:
         """Whether the step has begun with gradients that it does not leave to the next one."""
-        return bool(self._added_to or self._updated_by_earlier)
+        return self._earlier.again
 
     def _leaf(self, leaf: Any) -> Value | Scalar:
         if isinstance(leaf, torch.Tensor):
             value = self._recorder.read(leaf)
-            if value.index in self._earlier:
-                raise CaptureError("the step returns a gradient that an earlier step has left", fix="return it there")
-            return value
+            return self._recorder.apply(_aten.clone.default, leaf) if self._earlier.has(value) else value
         if isinstance(leaf, (int, float)):
             return plain(leaf)
         if isinstance(leaf, (str, type(None))):
@@ -463,15 +443,6 @@ class FunctionRun:
             "torch.utils._pytree knows (torch.export.register_dataclass makes a dataclass known)",
         )
 
-    def _check(self, calls: Sequence[RecordedCall]) -> None:
-        for call in calls:
-            for value in call.inputs:
-                if value.root.index in self._earlier:
-                    raise CaptureError(
-                        f"the step reads {value.root.label!r}, which an earlier step has left",
-                        fix="read gradients between the backward and the next zero_grad()",
-                    )
-
 
 def _lerp_each(function: Callable[..., Any], tensors: Any, ends: Any, weight: Any) -> None:
     """``_foreach_lerp_`` whose weight is a tensor, out of which torch reads a number."""
@@ -480,53 +451,3 @@ def _lerp_each(function: Callable[..., Any], tensors: Any, ends: Any, weight: An
             tensor.lerp_(end, weight)
     else:
         function(tensors, ends, weight)
-
-
-def _settle(calls: Sequence[RecordedCall]) -> None:
-    """Let calls on state alone belong to the update, if they are outside of modules, and neither the forward nor a
-    backward reads what they make."""
-    read: set[int] = set()
-    for call in reversed(calls):
-        alone = not call.scope and call.seed is None and not any(value.follows_input for value in call.inputs)
-        if call.phase == "forward" and alone and not any(value.index in read for value in call.outputs):
-            call.phase, call.scope = "update", next((value.scope for value in call.inputs if value.scope), "")
-            for value in call.outputs:
-                value.phase = "update"
-        elif call.phase != "update":
-            read.update([value.index for value in call.inputs])
-
-
-def warn_of_unread(recording: Recording) -> None:
-    """Warn of gradients that the step's optimizer does not read, and that the step does not return."""
-    read = {param.index for param, _ in recording.finished.gradients}
-    read |= {value.index for call in recording.calls if call.phase == "update" for value in call.inputs}
-    read |= {value.index for value in recording.outputs}
-    of_params = _of_params(recording.gradients)
-    left = [param.label for param, gradient in of_params if not read & {param.index, gradient.index}]
-    if left:
-        more = f" and {counted(len(left) - 1, 'other')}" if len(left) > 1 else ""
-        warn(
-            f"the step computes the gradient of {left[0]!r}{more}, which its optimizer does not read: give the "
-            "optimizer these parameters, or set requires_grad=False",
-            TrainingWarning,
-        )
-
-
-def _of_params(gradients: Sequence[tuple[Value, Value]]) -> list[tuple[Value, Value]]:
-    return [pair for pair in gradients if pair[0].kind == "param"]
-
-
-def _in_order(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
-    """The calls of a backward, and those behind, with what belongs to the forward first: what the step computes of its
-    results. A write of state stays in its place, and what comes of it."""
-    made = {value.index for call in calls for value in call.outputs}
-    first: list[RecordedCall] = []
-    others: list[RecordedCall] = []
-    for call in calls:
-        free = call.phase == "forward" and not any(value.version for value in call.outputs)
-        if free and not any(value.index in made for value in call.inputs):
-            made.difference_update([value.index for value in call.outputs])
-            first.append(call)
-        else:
-            others.append(call)
-    return [*first, *others]

@@ -121,8 +121,17 @@ def finish_gradients(
     return Finished(list(zip(params, made, strict=True)), found_inf)
 
 
-def update(params: Sequence[str], finished: Finished, recorder: Recorder) -> None:
-    """Record the updates of parameters, in this order, but of those without a gradient."""
+def update(
+    params: Sequence[str], finished: Finished, recorder: Recorder, may_be_none: Mapping[int, Value] | None = None
+) -> None:
+    """Record the updates of parameters, in this order, but of those without a gradient.
+
+    Args:
+        params: by the names of their blobs.
+        finished: their gradients.
+        recorder: records the updates.
+        may_be_none: by the index of a parameter, the number that is 1 where it has no gradient after all.
+    """
     given: dict[str, tuple[Value, tuple[Value, ...]]]
     given = {param.label: (param, (gradient,)) for param, gradient in finished.gradients}
     for index, pair in recorder.sparse.gradients.items():
@@ -132,7 +141,12 @@ def update(params: Sequence[str], finished: Finished, recorder: Recorder) -> Non
         for name in params:
             if name in given:
                 param, gradient = given[name]
-                recorder.update(param, gradient, finished.found_inf)
+                skip, is_none = finished.found_inf, (may_be_none or {}).get(param.index)
+                if skip is None or is_none is None:
+                    skip = skip or is_none
+                else:
+                    skip = recorder.apply(_aten.maximum.default, skip, is_none)
+                recorder.update(param, gradient, skip)
 
 
 def _called(value: Value, label: str, of: Value | None = None) -> Value:

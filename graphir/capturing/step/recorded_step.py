@@ -32,6 +32,8 @@ class Outcome:
         gradients: forward values and the values of their gradients, parameters first.
         parts: parameters, each with the gradient of one micro-batch or the sum of several.
         finished: the gradients that the updates read or the caller gets.
+        kept: parameters whose gradients last from step to step, and the first versions of the gradients and of the
+            numbers that say whether there is none.
         of_inputs: the inputs whose gradients are in ``returned``.
         given: for each output whose gradient the step is given: its position among ``returned``, the output, and the
             gradient.
@@ -45,6 +47,7 @@ class Outcome:
     gradients: Sequence[tuple[Value, Value]] = ()
     parts: Sequence[tuple[Value, Value]] = ()
     finished: Finished
+    kept: Sequence[tuple[Value, Value, Value]] = ()
     of_inputs: Sequence[Value] = ()
     given: Sequence[tuple[int, Value, Value]] = ()
 

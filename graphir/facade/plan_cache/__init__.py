@@ -118,6 +118,10 @@ class PlanCache(Generic[_Plan]):
         """Whether a plan is kept of the module that *guard* holds of."""
         return any(kept.guard is guard for kept in self._kept)
 
+    def drop(self, plans: Sequence[_Plan]) -> None:
+        """Keep these plans no longer."""
+        self._kept = [kept for kept in self._kept if not any(kept.plan is plan for plan in plans)]
+
     def drop_other_tensors(self, guard: ModuleGuard) -> None:
         """Drop plans that run on memory which the module's parameters and buffers have left, so that it is freed."""
         self._kept = [kept for kept in self._kept if kept.guard.has_tensors_of(guard)]

@@ -1,0 +1,209 @@
+"""Gradients between the steps of a function: what an earlier step has left, and what this one leaves.
+
+::
+
+    begins with     the step                           ends with     so that the gradient
+    -------------   --------------------------------   -----------   ------------------------------------------
+    none            adds to it, or updates by it       none          is the step's own, and begins as it ends
+    any             adds to it                         the sum       is state, the blob ``w.grad``
+    any             does not read it                   another one   is state, if an optimizer of the function
+                                                                     has the parameter, and has made no step
+    what a program  anything                           anything      is state
+    beside keeps
+
+Such a gradient begins at -0.0, the neutral element of addition, and is that again where a step leaves none. An
+optimizer skips a parameter without a gradient: a number beside each gradient, ``w.grad_is_none``, is 1 where there is
+none, and a step that updates by a gradient to which it adds nothing reads the number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+
+import torch
+
+from ...errors import CaptureError, TrainingWarning, counted, warn
+from ...ir.program import GRADIENT, IS_NONE
+from ..intake.found import StepFunction
+from ..record.recorder import Recorder
+from ..record.values import RecordedCall, Value
+from .recorded_step import Recording
+
+__all__ = ["Earlier", "warn_of_gradients"]
+
+
+class Earlier:
+    """The gradients that an earlier step has left, during one run of a step.
+
+    Args:
+        function: the step.
+        recorder: records it.
+        fakes: of its parameters and buffers, by the ``id`` of each.
+
+    Attributes:
+        added_sparse: the gradients to which a sparse gradient would be added.
+        again: whether the step has to be recorded again, since it has begun with gradients that no step leaves.
+        kept: after :meth:`end`, each parameter whose gradient lasts, and the first versions of the gradient and of the
+            number that says whether there is none.
+    """
+
+    def __init__(self, function: StepFunction, recorder: Recorder, fakes: Mapping[int, torch.Tensor]) -> None:
+        self._between, self._recorder = function.between, recorder
+        params = [param for param in function.model.parameters() if param.requires_grad]
+        self._fakes = [fakes[id(param)] for param in params]
+        self._first = {id(fake): _first(param) for param, fake in zip(params, self._fakes, strict=True)}
+        groups = [group for optimizer in function.optimizers.values() for group in optimizer.param_groups]
+        self._trained = {id(fakes[id(p)]) for group in groups for p in group["params"] if id(p) in fakes}
+        self._of: dict[int, tuple[Value, Value, Value]] = {}
+        self._additions: set[int] = set()
+        self.added_sparse: set[int] = set()
+        self.again = False
+        self.kept: list[tuple[Value, Value, Value]] = []
+
+    def begin(self) -> None:
+        """Give the parameters the gradients of an earlier step; these are memory that lasts."""
+        recorder = self._recorder
+        for fake in self._fakes:
+            value = recorder.read(fake)
+            if value.label not in self._between.cleared:
+                name = value.label.rpartition(".")[2]
+                fake.grad = recorder.fake(value.shape, value.strides, value.dtype)
+                earlier = recorder.external(fake.grad, f"{name}.{GRADIENT}", "state")
+                is_none = recorder.external(recorder.fake((), (), torch.float32), f"{name}.{IS_NONE}", "state")
+                earlier.scope = is_none.scope = value.scope
+                self._of[earlier.index] = value, earlier, is_none
+
+    def clear(self) -> None:
+        """Take all gradients from the parameters."""
+        for fake in self._fakes:
+            fake.grad = None
+
+    def has(self, value: Value) -> bool:
+        """Whether a value is such a gradient, or what the step has made of it in its place."""
+        return value.root.index in self._of
+
+    def add(self, held: torch.Tensor, grad: Value) -> RecordedCall:
+        """Add a gradient to one that *held* has from an earlier step."""
+        recorder = self._recorder
+        with recorder, torch.no_grad():
+            held.add_(recorder.window(grad))
+        self._additions.add(id(recorder.calls[-1]))
+        return recorder.calls[-1]
+
+    def end(self, returned: Sequence[Value], made: Container[int], updated: Container[int], steps: bool) -> None:
+        """Decide which gradients last, and leave in these what the step leaves.
+
+        Args:
+            returned: by the step.
+            made: the indices of the parameters whose gradients the step computes.
+            updated: those of the parameters that the step updates.
+            steps: whether the step makes an update.
+
+        Raises:
+            CaptureError: a sparse gradient would last; or a program beside leaves what the step reads, but does not
+                keep it.
+        """
+        between = self._between
+        used, read = set[int](), {value.root.index for value in returned}
+        for call in self._recorder.calls:
+            used.update([value.index for value in call.inputs])
+            read.update(() if id(call) in self._additions else [value.root.index for value in call.inputs])
+        for param, earlier, is_none in self._of.values():
+            grad, trained = param.tensor.grad, id(param.tensor) in self._trained
+            zeroed = grad is not None and grad is not earlier.tensor
+            mine, left = earlier.index in used, grad is not None and param.index in made
+            fresh = trained and param.index not in updated
+            foreign = steps and not trained and earlier.index not in read
+            if mine and param.label in between.lost:
+                raise CaptureError(
+                    f"the step reads the gradient of {param.label!r}, which a step beside leaves and does not keep",
+                    fix="call optimizer.zero_grad() before the backward, or name the optimizer in that step",
+                )
+            if grad is not None and grad.layout != torch.strided:
+                self._check_sparse(param, earlier, fresh)
+            elif param.label in between.wanted or (
+                left and (param.label in between.assumed or (not foreign and (mine or fresh)))
+            ):
+                self.kept.append((param, earlier, is_none))
+                self.again |= zeroed and param.label not in between.lasting | between.wanted
+                between.lasting.add(param.label)
+                continue
+            elif left:
+                between.left.add(param.label)
+            if mine or (param.index not in made and (zeroed or param.index in updated)):
+                between.cleared.add(param.label)
+                self.again = True
+        for param, earlier, is_none in self.kept if not self.again else ():
+            self._leave(param, earlier, is_none, made)
+
+    def _check_sparse(self, param: Value, earlier: Value, fresh: bool) -> None:
+        """Refuse a sparse gradient that would last from step to step."""
+        if param.label in self._between.wanted or fresh or earlier.index in self.added_sparse:
+            raise CaptureError(
+                f"{param.label!r} has a sparse gradient, which would last from step to step",
+                fix="use sparse=False, or call optimizer.zero_grad() before the backward",
+            )
+
+    def is_none(self, value: Value) -> Value:
+        """The number that is 1 where there is no such gradient, to which the step has added nothing."""
+        return self._of[value.root.index][2]
+
+    def lasts(self, value: Value) -> bool:
+        """Whether the step is known to keep what it has of an earlier step, or has written there."""
+        param, earlier, _ = self._of[value.root.index]
+        return value is not earlier or param.label in self._between.lasting | self._between.wanted
+
+    def _leave(self, param: Value, earlier: Value, is_none: Value, made: Container[int]) -> None:
+        """Let the gradient that lasts be what the step leaves."""
+        recorder, left = self._recorder, param.tensor.grad
+        first = len(recorder.calls)
+        recorder.start_update()
+        with torch.no_grad():
+            if left is None:
+                earlier.tensor.fill_(-0.0)
+            elif left is not earlier.tensor:
+                earlier.tensor.copy_(left)
+            if left is None or param.index in made:
+                is_none.tensor.fill_(float(left is None))
+        for call in recorder.calls[first:]:
+            call.phase, call.scope = "update", param.scope
+        first_gradient, none = self._first[id(param.tensor)]
+        recorder.constants += [(earlier, first_gradient), (is_none, none)]
+
+
+def _first(param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the gradient of a parameter is at first: its own, or else none; and the number that says which."""
+    none = torch.full((), float(param.grad is None), device=param.device)
+    if param.grad is not None:
+        return param.grad.detach(), none
+    return param.detach().new_full((), -0.0).expand(param.shape), none
+
+
+def warn_of_gradients(recording: Recording, wanted: Container[str]) -> None:
+    """Warn of gradients that the step's optimizer does not read, and that the step does not return; and of gradients
+    that grow from update to update, unless a program beside keeps them (*wanted*), which may set them to zero."""
+    read = {param.index for param, _ in recording.finished.gradients}
+    read |= {value.index for call in recording.calls if call.phase == "update" for value in call.inputs}
+    read |= {value.index for value in recording.outputs}
+    of_params = [pair for pair in recording.gradients if pair[0].kind == "param"]
+    unread = [param.label for param, gradient in of_params if not read & {param.index, gradient.index}]
+    if unread:
+        warn(
+            f"the step computes the gradient of {_named(unread)}, which its optimizer does not read: give the "
+            "optimizer these parameters, or set requires_grad=False",
+            TrainingWarning,
+        )
+    written = {value.root.index: value for call in recording.calls for value in call.outputs if value.version}
+    last = {gradient.index for _, gradient in recording.finished.gradients} if recording.steps else ()
+    grow = [(param.label, written.get(gradient.index)) for param, gradient, _ in recording.kept]
+    growing = [name for name, value in grow if value is not None and value.index in last and name not in wanted]
+    if growing:
+        warn(
+            f"the step adds to the gradient of {_named(growing)}, updates by the sum and leaves it to the next step: "
+            "call optimizer.zero_grad(), unless another step does",
+            TrainingWarning,
+        )
+
+
+def _named(names: Sequence[str]) -> str:
+    return repr(names[0]) + (f" and {counted(len(names) - 1, 'other')}" if len(names) > 1 else "")
