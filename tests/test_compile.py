@@ -31,7 +31,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Halves(nn.Module):
-    """The halves of a batch are set apart, so sizes are fixed; with state in parameters, buffers and random numbers."""
+    """Sizes are fixed, as a root is no polynomial; with state in parameters, buffers and random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Halves(nn.Module):
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         first, second = self.dropout(self.norm(self.fc1(x))).chunk(2)
-        return self.fc2(torch.cat([first.relu(), second.sin()])) * scale
+        return self.fc2(torch.cat([first.relu(), second.sin()])) * (scale / len(x) ** 0.5)
 
 
 def rows(count: int) -> tuple[Tensor, Tensor]:

@@ -216,11 +216,11 @@ def test_a_row_that_cannot_says_why(program: Program) -> None:
 
 
 def fixed() -> Program:
-    class Halves(nn.Module):
+    class Rooted(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(x).flatten().chunk(3)[0]
+            return torch.tanh(x) / len(x) ** 0.5
 
-    return graphir.capture(Halves(), (torch.randn(6, 4),))
+    return graphir.capture(Rooted(), (torch.randn(6, 4),))
 
 
 def unnamed() -> graphir.Topology:
@@ -233,7 +233,7 @@ def unnamed() -> graphir.Topology:
     ("make", "options", "message", "fix"),
     [
         (lambda p: passes.emit(p), {}, "largest_batch takes a Program, not Plan", "give the program"),
-        (lambda p: fixed(), {}, "no size of 'halves' follows 'batch'; sizes are fixed: ", "capture the model so that"),
+        (lambda p: fixed(), {}, "no size of 'rooted' follows 'batch'; sizes are fixed: ", "capture the model so that"),
         (lambda p: passes.inject_copies(passes.shift_modules(p, {"1": 1})), {}, "balance", ""),
         (lambda p: p, {"limits": {}}, "balance: limits names no device", "give the most"),
         (lambda p: p, {"limits": {"gpu:9": 5}}, "balance: limits names gpu:9, which topology 'h200x8'", ""),

@@ -211,7 +211,7 @@ def capture(
         try:
             with to_record.attributes.restored():
                 named = name or (type(model).__name__.lower() if function is None else function.name)
-                program, outline, recorded = _program_of(to_record, named, optimizers, groups)
+                to_record, program, outline, recorded = _program_of(to_record, named, optimizers, groups)
         finally:
             to_record.caches.leave()
         to_record.caches.check()
@@ -268,9 +268,10 @@ def _program_of(
     name: str,
     optimizers: Sequence[torch.optim.Optimizer],
     groups: Sequence[Group],
-) -> tuple[Program, Outline, list[Dims]]:
-    """The program, its recording's outline, and the sizes at which it was recorded."""
+) -> tuple[Step, Program, Outline, list[Dims]]:
+    """The recorded step, its program, the recording's outline, and the sizes at which it was recorded."""
     followed = follow_dims(step)
+    step = followed.step
     step.allowed.check()
     recording = followed.sizes.recording
     steps = recording.steps or bool(recording.kept)  # a step beside will update by what lasts
@@ -295,4 +296,4 @@ def _program_of(
     if step.target.is_cuda:
         program = program.with_(caveats=caveats_of(program.step, step.model, step.options))
     verify(program)
-    return program, outline, recorded
+    return step, program, outline, recorded

@@ -20,7 +20,7 @@ from graphir.ir.blob import Blob, bound_layout, overlaps
 from graphir.ir.device import Device
 from graphir.ir.fitting import point_text
 from graphir.ir.guard import Guard
-from graphir.ir.names import base_name
+from graphir.ir.names import base_name, micro_batches
 from graphir.ir.program import Program, Scalar
 from graphir.ir.size import BATCH, Dims, Polynomial, Size, bind, dimension, rename_dims, size_dims
 from graphir.ir.symbols import to_symbol, to_torch
@@ -277,7 +277,7 @@ class Scatter:
                 )
 
     def rows(self, i: int) -> tuple[str, int] | None:
-        """The dimension that a leaf's rows are, and how often; the latter is the number of micro-batches."""
+        """The dimension that a leaf's rows are, and how often; the latter is the number of equal parts that it has."""
         blob, dim = self.captured(i), self.program.interface.feeds[i].batch_dim
         size = blob.shape[dim] if blob is not None and blob.shape is not None and dim is not None else None
         if not isinstance(size, Polynomial):
@@ -296,15 +296,23 @@ class Scatter:
     def chunks(self, i: int, leaf: Tensor, dim: int) -> list[tuple[int, int]]:
         """Start and length of the rows of each replica that shares in the batch, see :meth:`Program.divided`;
         micro-batches are equally long."""
-        size, (_, parts) = leaf.shape[dim], self.rows(i) or ("", 1)
-        if size % parts:
+        size, (_, parts), micro = leaf.shape[dim], self.rows(i) or ("", 1), micro_batches(self.program.step.blobs)
+        rows = f"{self.arguments.names[i]} has {counted(size, 'row')} along dimension {dim}"
+        where = f"program {self.program.name!r}"
+        if size % micro:
             raise SessionError(
-                f"{self.arguments.names[i]} has {counted(size, 'row')} along dimension {dim}, which {parts} "
-                "micro-batches do not divide",
-                where=f"program {self.program.name!r}",
-                fix=f"give {-(-size // parts) * parts} rows, or another multiple of {parts}",
+                f"{rows}, which {micro} micro-batches do not divide",
+                where=where,
+                fix=f"give {-(-size // micro) * micro} rows, or another multiple of {micro}",
             )
-        lengths = [parts * rows for rows in self.program.divided(size // parts)]
+        lengths = [micro * share for share in self.program.divided(size // micro)]
+        if any(length % parts for length in lengths):
+            share = "" if len(lengths) == 1 else f", in shares of {', '.join(map(str, lengths))}"
+            raise CoverageError(
+                f"{rows}{share}, and the program cuts a share into {parts} equal parts",
+                where=where,
+                fix=f"give a multiple of {parts} rows to each replica",
+            )
         if 0 in lengths:
             raise self._too_few(i, f"{counted(size, 'row')} along dimension {dim}", lengths)
         return _rows_of(lengths)

@@ -47,7 +47,7 @@ def program_at_one_size(
     Raises:
         CaptureError: the recording reads other constants than the captured program, or other parameters have gradients.
     """
-    followed = Followed(Sizes([recording], Grid({})), {}, Covers(fixed="recorded at one size"))
+    followed = Followed(step, Sizes([recording], Grid({})), {}, Covers(fixed="recorded at one size"))
     program, names = build_program(
         step,
         followed,

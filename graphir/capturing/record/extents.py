@@ -123,10 +123,10 @@ class Extents:
                 return mine.place
         return ""
 
-    def moduli(self) -> Iterator[int]:
-        """The divisors of the remainders that the step has taken."""
+    def divisors(self, *operations: Callable[..., Any]) -> Iterator[int]:
+        """The whole numbers by which these operations, such as ``operator.mod``, have divided."""
         for symbol in self.symbols.values():
-            if isinstance(symbol, Derived) and symbol.operation is operator.mod:
+            if isinstance(symbol, Derived) and symbol.operation in operations:
                 _, by = symbol.operands
                 if isinstance(by, int) and by:
                     yield by

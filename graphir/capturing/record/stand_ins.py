@@ -60,9 +60,9 @@ def fake_state(
 
 
 def fake_leaves(
-    leaves: Sequence[Leaf], dims: Dims, accumulate: int, recorder: Recorder, shared: Mapping[str, str]
+    leaves: Sequence[Leaf], dims: Dims, parts: int, recorder: Recorder, shared: Mapping[str, str]
 ) -> tuple[list[Any], list[Value | None]]:
-    """For each leaf the argument of the step, *accumulate* micro-batches long, and its value; None for no tensor.
+    """For each leaf the argument of the step, *parts* times as long as ``batch``, and its value; None for no tensor.
 
     See :func:`fake_state` for *shared*.
     """
@@ -76,7 +76,7 @@ def fake_leaves(
             values.append(None)
             continue
         if id(tensor) not in fakes:
-            sizes = {d: dims[name] * (accumulate if d == leaf.batch_dim else 1) for d, name in leaf.dims.items()}
+            sizes = {d: dims[name] * (parts if d == leaf.batch_dim else 1) for d, name in leaf.dims.items()}
             shape = tuple([sizes.get(d, size) for d, size in enumerate(tensor.shape)])
             fake = recorder.fake(shape, _strides(tensor, shape), tensor.dtype)
             fake.requires_grad_(tensor.requires_grad)

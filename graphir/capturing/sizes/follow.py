@@ -3,20 +3,27 @@
 Where operators differ or a number is no polynomial, the program keeps the captured sizes and says why. It keeps them in
 the dimensions that cause this alone, if the others follow without them. Where Python asks about sizes what no guard can
 say, the program holds for the recorded sizes alone.
+
+Half a batch is no polynomial of the batch. If a step cuts the batch into equal parts, sizes follow the size of a part::
+
+    x : [2*batch, 8] ──chunk(2)──▶ [batch, 8], [batch, 8]
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import lcm
+from itertools import pairwise
+from math import lcm, prod
 from typing import Final, NamedTuple
 
 from ...errors import CaptureError
 from ...ir.covers import Covers
 from ...ir.fitting import Grid, NotPolynomial, point_text
 from ...ir.guard import Guard
+from ...ir.operator import Arg
 from ...ir.size import BATCH, Dims, dimension
 from ..step.again import run_until_alike
 from ..step.recorded_step import Recording
@@ -27,6 +34,9 @@ from .guards import simplified
 from .thresholds import threshold_in
 
 __all__ = ["Followed", "follow_dims"]
+
+_MOST_CUTS: Final = 4
+"""How many numbers of parts are tried at most; each costs a recording or more."""
 
 _IN_A_ROW: Final = 3
 """The number of recordings in a row that must be of one step. A step that takes this many turns, or fewer, is seen."""
@@ -40,6 +50,7 @@ class Followed(NamedTuple):
     """A step whose sizes follow dimensions, from recordings at several sizes.
 
     Attributes:
+        step: that was recorded: as given, or with ``batch`` as the size of a part.
         sizes: of the step.
         dims: the captured value of each dimension that the sizes follow.
         covers: the sizes for which the step holds.
@@ -48,6 +59,7 @@ class Followed(NamedTuple):
             where the step could be recorded at one batch only.
     """
 
+    step: Step
     sizes: Sizes
     dims: dict[str, int]
     covers: Covers
@@ -66,6 +78,42 @@ def follow_dims(step: Step) -> Followed:
     Raises:
         CaptureError: no program can express the step.
     """
+    followed = _followed(step)
+    batch = step.arguments.dims.get(BATCH)
+    if batch is None or BATCH in followed.dims:
+        return followed
+    for parts in _cuts(followed.sizes.recording, batch):
+        dims = {**step.arguments.dims, BATCH: batch // parts}
+        again = _followed(step._replace(parts=parts, arguments=step.arguments._replace(dims=dims)))
+        if BATCH in again.dims and not again.covers.only:
+            followed.release()
+            return again
+        again.release()
+    return followed
+
+
+def _cuts(recording: Recording, batch: int) -> list[int]:
+    """Numbers of equal parts into which a step may cut its batch: Python divides by them, operators split it, or views
+    have them beside the size of a part."""
+    found = set(recording.extents.divisors(operator.mod, operator.floordiv, operator.truediv))
+    for call in recording.calls:
+        if call.type.startswith("aten.split"):
+            sizes = _whole(call.args.get("split_size", call.args.get("split_sizes")))
+            found.update([batch // size for size in sizes if size > 0 and batch % size == 0])
+        elif call.type in ("aten.view.default", "aten._unsafe_view.default"):
+            pairs = pairwise(_whole(call.args["size"]))
+            found.update([n for pair in pairs if -1 in pair or prod(pair) == batch for n in pair])
+    found.add(lcm(*filter(None, found)))
+    fit = [parts for parts in sorted(found) if parts > 1 and batch % parts == 0]
+    return fit if len(fit) <= _MOST_CUTS else [*fit[: _MOST_CUTS - 1], fit[-1]]
+
+
+def _whole(sizes: Arg) -> list[int]:
+    """The integers among the sizes of an argument."""
+    return [size for size in (sizes if isinstance(sizes, tuple) else (sizes,)) if type(size) is int]
+
+
+def _followed(step: Step) -> Followed:
     taken = _Taken(step)
     followed = _follow(taken, dict(step.arguments.dims))
     missing = taken.missing_in_a_row(followed.sizes)
@@ -122,7 +170,7 @@ class _Taken:
 
     def fixed(self, reason: str) -> Followed:
         """The step at the captured sizes alone."""
-        return Followed(self.sizes({}), {}, Covers(fixed=reason))
+        return Followed(self.step, self.sizes({}), {}, Covers(fixed=reason))
 
     def followed(self, dims: dict[str, int], fixed: str = "") -> Followed:
         """The step with sizes that are polynomials in *dims*, and the sizes that it covers.
@@ -143,7 +191,7 @@ class _Taken:
             covers = covers.with_guards(simplified([*guards, *sizes.guards()]))
         except NotPolynomial as e:  # Python's questions about sizes are no guards
             covers = replace(covers, only=str(e))
-        return Followed(sizes, dims, covers.with_recorded([*sizes.grid.points, *recorded]))
+        return Followed(self.step, sizes, dims, covers.with_recorded([*sizes.grid.points, *recorded]))
 
     def _above_one(self, dims: Mapping[str, int]) -> tuple[Sizes, dict[str, str], list[Dims]]:
         """The step's sizes as polynomials in *dims*; why some dimensions may not be 1; and further recorded points.
@@ -228,7 +276,7 @@ class _Taken:
 
     def _steps(self) -> tuple[int, int]:
         """Distances between points next to the captured one, above it and below, at which remainders are the same."""
-        period = lcm(*self.recording(self.step.arguments.dims).extents.moduli())
+        period = lcm(*self.recording(self.step.arguments.dims).extents.divisors(operator.mod))
         return period, -period
 
     def _sizes_at(self, grid: Grid) -> Sizes:

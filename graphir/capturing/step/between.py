@@ -29,10 +29,10 @@ from ..record.recorder import Recorder
 from ..record.values import RecordedCall, Value
 from .recorded_step import Recording
 
-__all__ = ["Earlier", "warn_of_gradients"]
+__all__ = ["EarlierGradients", "warn_of_gradients"]
 
 
-class Earlier:
+class EarlierGradients:
     """The gradients that an earlier step has left, during one run of a step.
 
     Args:

@@ -31,7 +31,7 @@ from ..record.recorder import Recorder
 from ..record.values import Value
 from .averaging import averaging
 from .backward import backward
-from .between import Earlier
+from .between import EarlierGradients
 from .clipping import Originals, clipping_named
 from .gathering import gathered
 from .gradients import Finished, update
@@ -74,7 +74,7 @@ class FunctionRun:
         self._sparse: dict[int, torch.Tensor] = {}
         self._finished: list[tuple[Value, Value]] = []
         self._steps = False
-        self._earlier = Earlier(function, recorder, fakes)
+        self._earlier = EarlierGradients(function, recorder, fakes)
         self._originals = Originals()
         self._scaling: Scaling | None = None
         if function.scaler is not None:

@@ -62,7 +62,7 @@ class Step(NamedTuple):
         model: the module.
         function: the step function that uses the module; None: the step is made of the module and the rest here.
         state: its parameters and buffers.
-        arguments: of the step; ``batch`` is the size of one micro-batch.
+        arguments: of the step; ``batch`` is the size of one micro-batch, or of one of its *parts*.
         loss: the loss function; None: the step is a forward only, or is given the gradients of its outputs.
         joint: whether the step is given the gradients of its outputs, and has a backward.
         positions: of the outputs whose gradients the step is given; None: of all that need one.
@@ -75,6 +75,7 @@ class Step(NamedTuple):
         target: the kind of device that the step is recorded for.
         trained: the blobs of the parameters that the optimizer updates, in its order; None: there is none, and the
             gradients of all parameters are used.
+        parts: into how many equal ones the step cuts a batch, so that its sizes follow the size of a part.
     """
 
     model: torch.nn.Module
@@ -92,6 +93,7 @@ class Step(NamedTuple):
     options: Options
     target: Target
     trained: tuple[str, ...] | None
+    parts: int = 1
 
 
 def run(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> tuple[Recording, list[Change]]:
@@ -117,7 +119,8 @@ def run(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> tuple[Re
     )
     with torch.no_grad():
         fakes, state = fake_state(step.state, recorder, step.shared)
-        leaves, inputs = fake_leaves(step.arguments.leaves, dims, step.options.accumulate, recorder, step.shared)
+        parts = step.options.accumulate * step.parts
+        leaves, inputs = fake_leaves(step.arguments.leaves, dims, parts, recorder, step.shared)
         scale = step.options.loss_scale
         if isinstance(scale, LossScaler):
             scale = fake_scaler(scale, recorder)

@@ -68,8 +68,8 @@ def test_offsets_follow_the_batch() -> None:
 
 
 FIXED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "halves": (lambda h: torch.cat(h.chunk(2)), "made by aten.split.Tensor: 3, 8, 4 at batch 6, 15, 7 is not affine"),
     "parity": (lambda h: h if int(h.shape[0]) % 2 else h * 2, "operator 2 is aten.mul.Tensor at batch 6, but"),
+    "a quarter": (lambda h: h[: h.shape[0] // 4], "made by aten.slice.Tensor: 1, 3, 1 at batch 6, 15, 7 is not affine"),
     "pieces": (
         lambda h: torch.cat(h.split(2)),
         "(aten.split.Tensor) returns 3 tensors at batch 6 and 8 at batch 15",
@@ -96,6 +96,39 @@ def test_fixed_sizes_say_why(case: str) -> None:
     assert model is not None
     values = evaluate(program, dict(program.state), {"x": x})
     assert torch.equal(values["loss"], model(x).sum())
+
+
+PARTS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
+    "chunk": (2, lambda h: torch.cat([part * k for k, part in enumerate(h.chunk(2))])),
+    "split": (3, lambda h: torch.cat([part * k for k, part in enumerate(h.split(h.shape[0] // 3))])),
+    "slices": (3, lambda h: torch.cat([h[i * k : (i + 1) * k] * i for k in [h.shape[0] // 3] for i in range(3)])),
+    "view": (2, lambda h: h.view(2, -1, 4) * torch.arange(2)[:, None, None]),
+    "chunks of two numbers": (6, lambda h: torch.cat([part * k for n in (2, 3) for k, part in enumerate(h.chunk(n))])),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_sizes_follow_the_parts_of_a_batch(case: str) -> None:
+    parts, body = PARTS[case]
+    program = captured(body)
+    assert program.covers.fixed == "" and program.dims == {"batch": 6 // parts}
+    assert program.step.blobs["x"].shape == (Polynomial.of({("batch",): parts}), 4)
+    session = Session(emit(program), program.state, binding="cpu", witness=program)
+    two = replicate(program, [0, 1])
+    double = Session(emit(two), two.state, binding="cpu")
+    model = program.module
+    assert model is not None
+    for rows in (6, 18, 24):
+        x = torch.randn(rows, 4)
+        assert torch.equal(session.step(x), model(x).sum())
+        if rows % (2 * parts) == 0:
+            assert torch.equal(double.step(x), (model(x[: rows // 2]).sum() + model(x[rows // 2 :]).sum()) / 2)
+    with pytest.raises(
+        CoverageError, match=f"has 7 rows along dimension 0, and the program cuts a share into {parts} eq"
+    ):
+        session.step(torch.randn(7, 4))
+    with pytest.raises(CoverageError, match=rf"has {parts} rows .*, in shares of \d, \d, and the program cuts"):
+        double.step(torch.randn(parts, 4))
 
 
 def test_a_batch_of_one_follows_the_batch() -> None:
@@ -134,10 +167,10 @@ def test_tensors_of_another_length_are_passed_whole() -> None:
 def test_outputs_of_fixed_sizes_have_a_batch_dimension() -> None:
     class Halves(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return torch.cat(x.chunk(2)).t(), x.sum()
+            return torch.cat(x.split(2)).t(), x.sum()
 
     program = capture(Halves(), (torch.randn(6, 4),))
-    assert "is not affine" in program.covers.fixed
+    assert "returns 3 tensors at batch 6" in program.covers.fixed
     assert [fetch.batch_dim for fetch in program.interface.fetches] == [1, None]
 
 

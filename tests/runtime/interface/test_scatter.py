@@ -8,10 +8,10 @@ from graphir.runtime.interface.scatter import Scatter, SmallShares
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree
 
-from graphir.errors import SessionError
+from graphir.errors import CoverageError, SessionError
 from graphir.ir.blob import Blob
 from graphir.ir.covers import Covers
-from graphir.ir.device import gpu
+from graphir.ir.device import CPU, gpu
 from graphir.ir.guard import Guard
 from graphir.ir.net import Net
 from graphir.ir.program import Interface, Program, Slot
@@ -81,6 +81,12 @@ def test_no_rows_are_too_few_for_one_replica():
 
 def test_replicas_get_whole_micro_batches():
     program = program_of(3, x=lambda p: (batch(p, 3), 3))
+    with pytest.raises(
+        CoverageError, match="12 rows .*, in shares of 4, 4, 4, and the program cuts a share into 3 equal"
+    ):
+        split(program, X)
+    named = Blob("micro_2/x", (), "f32", CPU, "activation", "micro_2/x")
+    program = program.with_(step=program.step.with_(blobs={**program.step.blobs, named.name: named}))
     with pytest.raises(SessionError, match="12 rows along dimension 0, too few for 3 replicas") as refused:
         split(program, X)  # 4 thirds: 2 and 2
     assert refused.value.fix == "give at least 9 rows, and such that ceil(rows / 9) leaves some for the last"
