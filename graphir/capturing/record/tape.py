@@ -105,6 +105,10 @@ class Tape:
         for value in self.values:
             value.edge = None
 
+    def name_micro_batch(self, prefix: str) -> None:
+        """From here on, names of values start with *prefix*; empty behind the last micro-batch."""
+        self._prefix = prefix
+
     def exchanges(self) -> Handlers:
         """The handler of ``x.data = …``, which refuses a step that gives a tensor other memory."""
         return self._memory.exchanges()

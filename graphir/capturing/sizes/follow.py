@@ -23,7 +23,6 @@ from ...errors import CaptureError
 from ...ir.covers import Covers
 from ...ir.fitting import Grid, NotPolynomial, point_text
 from ...ir.guard import Guard
-from ...ir.operator import Arg
 from ...ir.size import BATCH, Dims, dimension
 from ..step.again import run_until_alike
 from ..step.recorded_step import Recording
@@ -84,7 +83,8 @@ def follow_dims(step: Step) -> Followed:
         return followed
     for parts in _cuts(followed.sizes.recording, batch):
         dims = {**step.arguments.dims, BATCH: batch // parts}
-        again = _followed(step._replace(parts=parts, arguments=step.arguments._replace(dims=dims)))
+        loops = step.function is not None and followed.sizes.recording.backwards == parts
+        again = _followed(step._replace(parts=parts, loops=loops, arguments=step.arguments._replace(dims=dims)))
         if BATCH in again.dims and not again.covers.only:
             followed.release()
             return again
@@ -93,24 +93,20 @@ def follow_dims(step: Step) -> Followed:
 
 
 def _cuts(recording: Recording, batch: int) -> list[int]:
-    """Numbers of equal parts into which a step may cut its batch: Python divides by them, operators split it, or views
-    have them beside the size of a part."""
+    """Numbers of equal parts into which a step may cut its batch: Python divides by them, operators make such parts, or
+    views have them beside the size of a part."""
     found = set(recording.extents.divisors(operator.mod, operator.floordiv, operator.truediv))
     for call in recording.calls:
-        if call.type.startswith("aten.split"):
-            sizes = _whole(call.args.get("split_size", call.args.get("split_sizes")))
-            found.update([batch // size for size in sizes if size > 0 and batch % size == 0])
+        if call.type.startswith(("aten.split", "aten.slice.")):
+            sizes = [size for part in call.outputs for size in part.shape if size and batch % size == 0]
+            found.update([batch // size for size in sizes if batch in call.inputs[0].shape])
         elif call.type in ("aten.view.default", "aten._unsafe_view.default"):
-            pairs = pairwise(_whole(call.args["size"]))
-            found.update([n for pair in pairs if -1 in pair or prod(pair) == batch for n in pair])
+            given = call.args["size"]
+            whole = [size for size in (given if isinstance(given, tuple) else ()) if type(size) is int]
+            found.update([n for pair in pairwise(whole) if -1 in pair or prod(pair) == batch for n in pair])
     found.add(lcm(*filter(None, found)))
     fit = [parts for parts in sorted(found) if parts > 1 and batch % parts == 0]
     return fit if len(fit) <= _MOST_CUTS else [*fit[: _MOST_CUTS - 1], fit[-1]]
-
-
-def _whole(sizes: Arg) -> list[int]:
-    """The integers among the sizes of an argument."""
-    return [size for size in (sizes if isinstance(sizes, tuple) else (sizes,)) if type(size) is int]
 
 
 def _followed(step: Step) -> Followed:

@@ -35,7 +35,7 @@ from .between import EarlierGradients
 from .clipping import Originals, clipping_named
 from .gathering import gathered
 from .gradients import Finished, update
-from .micro_batches import early
+from .micro_batches import MicroBatches, early
 from .order import in_order, settle
 from .recorded_step import Outcome
 from .scaling import Scaling
@@ -54,6 +54,7 @@ class FunctionRun:
         recorder: records it.
         fakes: of its parameters and buffers, by the ``id`` of each.
         on_cuda: says whether it is recorded for CUDA.
+        micro: the micro-batches, if the step has a backward for each of several equal parts of a batch.
     """
 
     def __init__(
@@ -62,8 +63,10 @@ class FunctionRun:
         recorder: Recorder,
         fakes: Mapping[int, torch.Tensor],
         on_cuda: Callable[[], bool],
+        micro: MicroBatches | None = None,
     ) -> None:
         self._function, self._recorder, self._fakes, self._on_cuda = function, recorder, fakes, on_cuda
+        self._micro = micro
         self._losses: list[Value] = []
         self._activations: list[tuple[Value, Value]] = []
         self._parts: list[tuple[Value, Value]] = []
@@ -98,6 +101,7 @@ class FunctionRun:
             torch.Tensor.zero_: self._zero,
             torch._foreach_zero_: self._zero_each,
             torch._foreach_lerp_: _lerp_each,
+            **({} if self._micro is None else self._micro.handlers()),
         }
 
     @contextlib.contextmanager
@@ -183,6 +187,8 @@ class FunctionRun:
             self._keep_sparse()
         recorder.calls[self._last :] = early(recorder.calls[self._last : end], recorder.calls[end:])
         recorder.start_later()
+        if self._micro is not None:
+            self._micro.next()
 
     def _gone_through(
         self,
@@ -397,6 +403,8 @@ class FunctionRun:
         alone = isinstance(returned, torch.Tensor) and loss is not None and values[0] is loss
         whole = {gradient.index: (param, gradient) for param, gradient in (*self._whole, *self._sums.values())}
         of_params = list(whole.values())
+        for _, gradient in of_params:
+            gradient.prefix = ""
         kept = {param.index for param, _, _ in self._earlier.kept}
         handed = [pair for pair in of_params if pair[0].index not in kept]
         return Outcome(
@@ -405,6 +413,7 @@ class FunctionRun:
             results=None if alone else spec,
             gathered=() if alone else gathered(values, self._losses, of_params),
             steps=self._steps,
+            backwards=len(self._losses),
             gradients=[*of_params, *self._activations],
             parts=[(param, gradient) for param, gradient in self._parts if gradient.index not in whole],
             finished=Finished(self._finished if self._steps else handed),

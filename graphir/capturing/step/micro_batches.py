@@ -11,7 +11,7 @@ adds to ``param.grad``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -20,10 +20,11 @@ from ...errors import CaptureError
 from ...ir.names import micro_batch_prefix
 from ...ir.size import BATCH
 from ..intake.arguments import Arguments, Leaf
+from ..isolate.functions import Handlers
 from ..record.recorder import Recorder
 from ..record.values import RecordedCall, Value
 
-__all__ = ["Sums", "early", "micro_batch", "per_micro_batch", "prefix_of_micro_batch"]
+__all__ = ["MicroBatches", "Sums", "early", "micro_batch", "per_micro_batch", "prefix_of_micro_batch"]
 
 _aten: Final = torch.ops.aten
 
@@ -82,6 +83,44 @@ def micro_batch(
             recorder.claim(parts[id(value)], leaf.name, 0)
         found.append(parts[id(value)])
     return found
+
+
+class MicroBatches:
+    """The micro-batches of a step function that has a backward for each of several equal parts of its batch.
+
+    Args:
+        recorder: records the step.
+        parts: how many there are.
+    """
+
+    def __init__(self, recorder: Recorder, parts: int) -> None:
+        self._recorder, self._parts, self._done = recorder, parts, 0
+        recorder.name_micro_batch(micro_batch_prefix(0))
+
+    def next(self) -> None:
+        """Begin the next one, behind a backward."""
+        self._done += 1
+        self._recorder.name_micro_batch(micro_batch_prefix(self._done) if self._done < self._parts else "")
+
+    def handlers(self) -> Handlers:
+        """What cuts an argument of the step into as many parts in the place of torch's functions."""
+        return {torch.Tensor.chunk: self._chunk, torch.chunk: self._chunk}
+
+    def _chunk(
+        self, function: Callable[..., tuple[torch.Tensor, ...]], tensor: torch.Tensor, chunks: int, dim: int = 0
+    ) -> tuple[torch.Tensor, ...]:
+        with self._recorder.unseen():
+            value = self._recorder.read(tensor)
+        size = tensor.shape[dim]
+        if value.kind != "input" or chunks != self._parts or size % chunks:
+            return function(tensor, chunks, dim)
+        parts = []
+        for i in range(chunks):
+            self._recorder.name_micro_batch(micro_batch_prefix(i))
+            parts.append(tensor.narrow(dim, i * (size // chunks), size // chunks))
+            self._recorder.claim(parts[-1], value.label, 0)
+        self._recorder.name_micro_batch(micro_batch_prefix(self._done))
+        return tuple(parts)
 
 
 class Sums:

@@ -29,6 +29,7 @@ class Outcome:
         results: the structure of these.
         gathered: how each of these, of several replicas, becomes one; empty: the first replica's is taken.
         steps: whether the optimizer makes a step.
+        backwards: how many the step has.
         gradients: forward values and the values of their gradients, parameters first.
         parts: parameters, each with the gradient of one micro-batch or the sum of several.
         finished: the gradients that the updates read or the caller gets.
@@ -44,6 +45,7 @@ class Outcome:
     results: pytree.TreeSpec | None = None
     gathered: Sequence[Gathered | None] = ()
     steps: bool = True
+    backwards: int = 1
     gradients: Sequence[tuple[Value, Value]] = ()
     parts: Sequence[tuple[Value, Value]] = ()
     finished: Finished

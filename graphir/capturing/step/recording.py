@@ -43,7 +43,7 @@ from ..words.places import where
 from .backward import backward
 from .function import FunctionRun
 from .gradients import Finished, fake_scaler, finish_gradients, refuse_sparse, rescale, scale_loss, update
-from .micro_batches import Sums, micro_batch, prefix_of_micro_batch
+from .micro_batches import MicroBatches, Sums, micro_batch, prefix_of_micro_batch
 from .output_gradients import joint_backward
 from .recorded_step import Outcome, Recording
 
@@ -76,6 +76,7 @@ class Step(NamedTuple):
         trained: the blobs of the parameters that the optimizer updates, in its order; None: there is none, and the
             gradients of all parameters are used.
         parts: into how many equal ones the step cuts a batch, so that its sizes follow the size of a part.
+        loops: whether the step has a backward for each, so that the parts are micro-batches.
     """
 
     model: torch.nn.Module
@@ -94,6 +95,7 @@ class Step(NamedTuple):
     target: Target
     trained: tuple[str, ...] | None
     parts: int = 1
+    loops: bool = False
 
 
 def run(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> tuple[Recording, list[Change]]:
@@ -126,7 +128,8 @@ def run(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> tuple[Re
             scale = fake_scaler(scale, recorder)
     function = None
     if step.function is not None:
-        function = FunctionRun(step.function, recorder, fakes, lambda: step.target.is_cuda)
+        cut = MicroBatches(recorder, step.parts) if step.loops else None
+        function = FunctionRun(step.function, recorder, fakes, lambda: step.target.is_cuda, cut)
     functions = TorchFunctions(
         moves(),
         recorder.exchanges(),

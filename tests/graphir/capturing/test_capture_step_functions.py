@@ -433,7 +433,37 @@ def clips_in_between(model: nn.Module) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("make", [chunks, several_losses, clips_in_between])
 def test_several_backwards(make: Callable[[nn.Module], Callable[..., Any]]) -> None:
-    is_eager(make, (6, 6, 6))
+    is_eager(make, (6, 12, 6))
+
+
+def test_chunks_with_a_backward_each_are_micro_batches() -> None:
+    """The program is that of ``accumulate``, and devices work on several of them at a time."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for part, of in zip(x.chunk(3), y.chunk(3), strict=True):
+            loss = F.cross_entropy(model(part), of) / 3
+            loss.backward()
+            total = total + loss.detach()
+        optimizer.step()
+        return total
+
+    given = {"loss": F.cross_entropy, "optimizer": optimizer, "targets": (Y,), "accumulate": 3}
+    program, old = graphir.capture(step, (X, Y)), graphir.capture(model, (X,), **given)
+    assert program.dims == old.dims == {"batch": 2}
+
+    def parts(of: graphir.Program) -> list[tuple[str, str, str]]:
+        named = [(op, name) for op in of.step.ops for name in op.outputs if op.module not in ("", "loss")]
+        return [(op.type, op.phase, name.replace("loss.", "")) for op, name in named]
+
+    assert parts(program) == parts(old)
+    placed = passes.inject_copies(passes.shift_modules(program, {"2": {0: 1}}))
+    ordered = passes.pipeline(placed)
+    assert [op.outputs for op in ordered.step.ops] != [op.outputs for op in placed.step.ops]
+    graphir.certify(ordered, program)
 
 
 @pytest.mark.parametrize("make", [chunks, several_losses])
@@ -443,7 +473,7 @@ def test_several_backwards_of_replicas(make: Callable[[nn.Module], Callable[...,
     eager = copy.deepcopy(model)
     step, eagerly = make(model), make(eager)
     x, y = torch.randn(8, 8, generator=torch.Generator().manual_seed(2)), torch.arange(8) % 4
-    program = graphir.capture(step, (x[:4], y[:4]))  # parts of a batch have fixed sizes
+    program = graphir.capture(step, (x[:4], y[:4]))
     session = session_of(passes.replicate(program, [0, 1]))
     for _ in range(3):
         found, expected = session.step(x, y), eagerly(x, y)
