@@ -82,7 +82,7 @@ def test_no_rows_are_too_few_for_one_replica():
 def test_replicas_get_whole_micro_batches():
     program = program_of(3, x=lambda p: (batch(p, 3), 3))
     with pytest.raises(
-        CoverageError, match="12 rows .*, in shares of 4, 4, 4, and the program cuts a share into 3 equal"
+        CoverageError, match=r"12 rows .*, in shares of 4, 4, 4, and the program cuts a share into 3 equal"
     ):
         split(program, X)
     named = Blob("micro_2/x", (), "f32", CPU, "activation", "micro_2/x")
