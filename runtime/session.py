@@ -107,6 +107,8 @@ class Session(Stepping):
             and once torch has counted a write into one of them, steps are refused with a CoverageError.
         optimizer: whose numbers are read before each step, see :meth:`follow`; of a program with several optimizers all
             of them.
+        steps_done: how many steps were done before, for a state that does not say so, such as that of a model which was
+            loaded from a checkpoint; what the steps draw follows the number.
 
     Warns:
         TrainingWarning: the program was recorded for CUDA, and all devices are the host.
@@ -138,7 +140,17 @@ class Session(Stepping):
         limits: PlanLimits | None = None,
         lent: Mapping[str, Tensor] | None = None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        steps_done: int | None = None,
     ) -> None:
+        if steps_done is not None:
+            if type(steps_done) is not int or steps_done < 0:
+                raise SessionError(f"steps_done={steps_done!r} is no number of steps", fix="give a whole number")
+            if beside is not None:
+                raise SessionError(
+                    "steps_done is given beside a session, whose steps are counted together with this one's",
+                    fix="leave steps_done out",
+                )
+            state = {**state, "step": torch.tensor(steps_done, device="cpu")} if isinstance(state, Mapping) else state
         options = Options(executor, threads, seed, deadline, collectives, cuda_graph, keep_heap, memory_limit)
         options.check()
         if not isinstance(beside, (Session, type(None))):

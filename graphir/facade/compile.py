@@ -40,7 +40,7 @@ from ..analysis.alone import alone
 from ..analysis.topology import Topology
 from ..capturing.capture import capture
 from ..capturing.intake.arguments import Arguments, read_arguments
-from ..capturing.intake.found import StepFunction, read_function
+from ..capturing.intake.found import StepFunction, Together, read_function
 from ..capturing.intake.options import refuse_model
 from ..capturing.isolate.modes import Modes
 from ..capturing.witness import StepWitness
@@ -59,6 +59,7 @@ from ..ir.device import DeviceName
 from ..ir.plan import Plan
 from ..ir.program import GRADIENT, Gathered, Program
 from ..ir.tensor import same_bits
+from .behind import Behind
 from .placing import Placing
 from .plan_cache import ModuleGuard, PlanCache, told
 
@@ -108,7 +109,7 @@ class Compiled:
             replicated program, within *limits* if there are any. Copies that are missing after it are put in.
         most_plans: how many plans are kept; the one that was not used for longest makes room.
         session: arguments of :class:`graphir.runtime.Session` for every plan's, such as ``{"executor": "reference"}``,
-            ``{"check_finite": True}`` or ``{"deadline": 60.0}``.
+            ``{"check_finite": True}`` or ``{"steps_done": 1000}``.
         state: what to go on from, as :meth:`state` gives it, with the number of steps done; by default the model's and
             the optimizer's, and no step done.
         beside: a compiled step of the same modules, whose state and optimizers this one shares: a step of either is a
@@ -164,6 +165,7 @@ class Compiled:
             self._function = read_function(step, options.get("stateful", ()), self._group.program)
             model = self._function.model
         refuse_model(model, "compile")
+        self._behind = Behind(model.children() if isinstance(model, Together) else [model])
         if not isinstance(passes, str) and not callable(passes):
             raise PassError(
                 f"passes is a {type(passes).__name__}",
@@ -260,8 +262,11 @@ class Compiled:
                     refusal = refusal or e
                 else:
                     self._cache.used(session)
-                    return result
-            return self._step_anew(guard, refusal, args, kwargs)
+                    break
+            else:
+                result = self._step_anew(guard, refusal, args, kwargs)
+            self._behind.moved_on()
+            return result
         finally:
             self._running.release()
 
@@ -454,6 +459,8 @@ class Compiled:
         limits, options = None, self._session_options
         if self._placing is not None:
             limits, options = self._placing.limits_of(plan), {**options, "binding": self._placing.binding_of(plan)}
+        if beside is not None:  # steps are counted together
+            options = {name: value for name, value in options.items() if name != "steps_done"}
         state = {**captured.state, **self._state}
         followed = self._optimizers() if captured.interface.optimizers and not self._group.followed else None
         session = Session(
@@ -497,7 +504,8 @@ class Compiled:
         assert isinstance(captured.witness, StepWitness)  # it was captured here
         self._cache.leave_out(guard, captured.witness.changed)
         lent = captured.witness.lend()
-        return Session(plan, state, beside=beside, lent=lent, **self._session_options)
+        options = {name: value for name, value in self._session_options.items() if name != "steps_done"}
+        return Session(plan, state, beside=beside, lent=lent, **options)
 
     def _captured(self, arguments: Arguments, replicas: int) -> Program:
         """The step of one of some replicas that share the batch."""
@@ -599,10 +607,27 @@ class Compiled:
         for name in _lasting(program):
             param = self._model.get_parameter(name)
             param.grad = gradients[name].to(param.device) if name in gradients else None
+        self._behind.caught_up()
         for optimizer, kept in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(kept)
         if isinstance(scaler, torch.amp.GradScaler):
             scaler.load_state_dict(self.loss_scaler_state_dict())
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """While this is active, the model's parameters and buffers have the values that steps have made, as for an
+        evaluation; what is written there is lost."""
+        state, own = self.state_dict(), self._model.state_dict(keep_vars=True)
+        before = {name: tensor.data for name, tensor in own.items()}
+        try:
+            for name, tensor in own.items():
+                tensor.data = state[name].to(tensor.device)
+            self._behind.caught_up()
+            yield
+        finally:
+            for name, tensor in own.items():
+                tensor.data = before[name]
+            self._behind.moved_on()
 
     def gradients(self, replica: int = 0) -> dict[str, torch.Tensor]:
         """The last step's gradients by parameter; see :meth:`graphir.runtime.Session.gradients`."""
@@ -610,6 +635,7 @@ class Compiled:
 
     def close(self) -> None:
         """End the threads of every session. What is closed refuses everything else."""
+        self._behind.end()
         for session in self._cache.plans:
             session.close()
 

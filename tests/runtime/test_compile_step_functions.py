@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import graphir
-from graphir.errors import CaptureError, RecaptureWarning, SessionError
+from graphir.errors import CaptureError, RecaptureWarning, SessionError, TrainingWarning
 
 X, Y = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 4
 SCALE, WEIGHTS = 1.0, [1.0, 0.5]
@@ -117,3 +118,43 @@ def test_what_cannot_be_compiled() -> None:
         graphir.compile(scaled, (X,))
     with pytest.raises(CaptureError, match=r"compile takes an nn\.Module, not a int"):
         graphir.compile(3, (X,))  # type: ignore[arg-type]
+
+
+def test_a_model_that_is_behind_its_steps_is_told() -> None:
+    """Once, and not where it is lent the state or has been given the state; a copy is nobody's model."""
+    eager, mine = Trainer(net()), Trainer(net())
+    for trainer in (eager, mine):
+        trainer.model.eval()
+    step = graphir.compile(mine.step, (X, Y), session={"binding": "cpu"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mine.model(X)
+        for _ in range(2):
+            step(X, Y), eager.step(X, Y)
+        with step.lent():
+            assert torch.equal(mine.model(X), eager.model(X))
+        copy.deepcopy(mine.model)(X)
+    with pytest.warns(TrainingWarning, match=r"parameters that it had before the compiled steps.*write_back\(\)"):
+        assert not torch.equal(mine.model(X), eager.model(X))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mine.model(X)
+        step.write_back()
+        assert torch.equal(mine.model(X), eager.model(X))
+    assert mine.model._forward_pre_hooks
+    step.close()
+    assert not mine.model._forward_pre_hooks
+
+
+def test_steps_are_counted_from_a_number() -> None:
+    dropped = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4))
+    eager, mine = Trainer(dropped), Trainer(copy.deepcopy(dropped))
+    program = graphir.capture(mine.step, (X, Y))
+    step = graphir.compile(mine.step, session={"binding": "cpu", "steps_done": 3})
+    for done, rows in ((3, 6), (4, 4)):
+        with graphir.seeded(done):
+            expected = eager.step(X[:rows], Y[:rows])
+        assert equal(step(X[:rows], Y[:rows]), expected)
+    assert step.steps_done == 5
+    with pytest.raises(SessionError, match="steps_done=-1 is no number of steps"):
+        graphir.runtime.Session(graphir.passes.emit(program), program.state, steps_done=-1)

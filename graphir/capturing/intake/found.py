@@ -16,7 +16,7 @@ from ...ir.program import GRADIENT, Program
 from ..isolate.around import Around, globals_of
 from ..isolate.containers import HOLDERS, is_pythons, is_written_in_python
 
-__all__ = ["StepFunction", "around_of", "read_function"]
+__all__ = ["StepFunction", "Together", "around_of", "read_function"]
 
 _T = TypeVar("_T")
 
@@ -90,7 +90,7 @@ class StepFunction(NamedTuple):
         return _name_of(self.call)
 
 
-class _Together(torch.nn.Module):
+class Together(torch.nn.Module):
     """Several modules, by name."""
 
     def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
@@ -123,7 +123,7 @@ def read_function(function: Callable[..., Any], stateful: object = (), beside: o
             f"{_name_of(function)} uses no module: none is in its cells, globals, defaults or its self",
             fix="name the module where the function finds it, or pass stateful=(model, optimizer)",
         )
-    model = next(iter(modules.values())) if len(modules) == 1 else _Together(modules)
+    model = next(iter(modules.values())) if len(modules) == 1 else Together(modules)
     scalers = {id(value): value for value in found.values() if isinstance(value, torch.amp.GradScaler)}
     if len(scalers) > 1:
         raise CaptureError(f"{_name_of(function)} uses {len(scalers)} gradient scalers", fix="use one")
