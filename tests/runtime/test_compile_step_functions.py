@@ -158,3 +158,30 @@ def test_steps_are_counted_from_a_number() -> None:
     assert step.steps_done == 5
     with pytest.raises(SessionError, match="steps_done=-1 is no number of steps"):
         graphir.runtime.Session(graphir.passes.emit(program), program.state, steps_done=-1)
+
+
+def test_lbfgs_takes_the_gradients_of_a_step() -> None:
+    """A step that makes no update, in the closure of an optimizer that no program has."""
+    mine, eager = net(), net()
+    mine[1], eager[1] = nn.Identity(), nn.Identity()  # type: ignore[operator]
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        model.zero_grad()
+        loss = F.cross_entropy(model(x), Y)
+        loss.backward()
+        return loss
+
+    compiled = graphir.compile(lambda x: loss_of(mine, x), (X,), session={"binding": "cpu"})
+
+    def closure() -> Tensor:
+        compiled.load_state_dict(mine.state_dict())
+        loss: Tensor = compiled(X)
+        for name, gradient in compiled.gradients().items():
+            mine.get_parameter(name).grad = gradient
+        return loss
+
+    ours, its = (torch.optim.LBFGS(model.parameters(), history_size=2) for model in (mine, eager))
+    for _ in range(3):
+        assert torch.equal(ours.step(closure), its.step(lambda: loss_of(eager, X)))  # type: ignore[arg-type,return-value]
+    assert equal(mine.state_dict(), eager.state_dict())
+    compiled.close()
