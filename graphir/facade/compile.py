@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -61,7 +62,7 @@ from ..ir.program import GRADIENT, Gathered, Program
 from ..ir.tensor import same_bits
 from .behind import Behind
 from .placing import Placing
-from .plan_cache import ModuleGuard, PlanCache, told
+from .plan_cache import AROUND, ModuleGuard, PlanCache, told
 
 __all__ = ["Compiled", "compile"]
 
@@ -166,6 +167,7 @@ class Compiled:
             model = self._function.model
         refuse_model(model, "compile")
         self._behind = Behind(model.children() if isinstance(model, Together) else [model])
+        weakref.finalize(self, self._behind.end)
         if not isinstance(passes, str) and not callable(passes):
             raise PassError(
                 f"passes is a {type(passes).__name__}",
@@ -188,7 +190,7 @@ class Compiled:
         if beside is not None:
             self._devices, self._shares, self._placing = beside._devices, beside._shares, beside._placing
             self._session_options = beside._session_options
-        self._seen = self._group.grown
+        self._seen, self._writes = self._group.grown, False
         self._earlier: list[Session] = []
         asked = self._session_options
         if is_on_cuda(asked.get("binding", "auto"), is_of_host(asked.get("executor", "auto"))):
@@ -204,7 +206,7 @@ class Compiled:
             options["allow_changes"] = tuple(options["allow_changes"])
         if self._function is not None:
             self._function.around.look()
-            called = {self._function.name: self._function.call, "around": self._function.around.names}
+            called = {self._function.name: self._function.call, AROUND: self._function.around.names}
         self._cache: PlanCache[Session] = PlanCache({"": model, **called}, most_plans, options.get("allow_changes", ()))
         self._tensors = _tensors_of(model)
         self._measured: Session | None = None
@@ -265,7 +267,8 @@ class Compiled:
                     break
             else:
                 result = self._step_anew(guard, refusal, args, kwargs)
-            self._behind.moved_on()
+            if self._writes:
+                self._behind.moved_on()
             return result
         finally:
             self._running.release()
@@ -283,8 +286,6 @@ class Compiled:
             self._check_tensors()
             self._cache.refuse_another(guard)
             why = told(guard.changes)
-            if self._function is not None:
-                why = why.replace("'around.", "'").replace(" of the module", "")
         arguments = self._read(args[: self._count], dict(kwargs), args[self._count :], self._batch_dims)
         try:
             session, result = self._stepped(self._made, arguments, guard, args, kwargs)
@@ -474,6 +475,7 @@ class Compiled:
             **options,
         )
         self._group.add(session, captured)
+        self._writes |= _writes(captured)
         self._state = {name: tensor for name, tensor in self._state.items() if name not in captured.state}
         if self._placing is not None and found is not None:
             self._placing.keep(found)
@@ -627,7 +629,8 @@ class Compiled:
         finally:
             for name, tensor in own.items():
                 tensor.data = before[name]
-            self._behind.moved_on()
+            if self._writes:
+                self._behind.moved_on()
 
     def gradients(self, replica: int = 0) -> dict[str, torch.Tensor]:
         """The last step's gradients by parameter; see :meth:`graphir.runtime.Session.gradients`."""
@@ -688,6 +691,13 @@ class _Group:
         self.grown += self.lasting != _lasting(program)
         self.session, self.program, self.lasting = session, program, _lasting(program)
         self.followed |= bool(program.interface.optimizers)
+
+
+def _writes(program: Program) -> bool:
+    """Whether a step writes parameters or buffers."""
+    blobs = program.step.blobs
+    made = {blobs[op.outputs[output]].storage for op in program.step.ops for output, _ in op.effects.writes}
+    return any(blobs[storage].role in ("param", "buffer") for storage in made)
 
 
 def _lasting(program: Program) -> frozenset[str]:

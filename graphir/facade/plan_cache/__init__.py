@@ -46,9 +46,9 @@ import torch
 from ...capturing.isolate.attributes import names_of_attributes
 from ...errors import SessionError
 from .guard import ModuleGuard
-from .inventory import ModuleChange
+from .inventory import AROUND, ModuleChange
 
-__all__ = ["ModuleChange", "ModuleGuard", "PlanCache", "told"]
+__all__ = ["AROUND", "ModuleChange", "ModuleGuard", "PlanCache", "told"]
 
 _Plan = TypeVar("_Plan")
 

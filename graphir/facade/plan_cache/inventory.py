@@ -48,6 +48,10 @@ _WRAPPERS: Final = {
 """What a class holds around a function, and where the function is."""
 
 
+AROUND: Final = "(around)"
+"""The root that holds what a step function names: its cells, globals and defaults."""
+
+
 class ModuleChange(NamedTuple):
     """One difference between a module now and earlier.
 
@@ -55,14 +59,17 @@ class ModuleChange(NamedTuple):
         attribute: what is another one, such as ``layers.0.scale`` or ``Attention.forward``.
         now: its value where that is a number or text, as text; else empty.
         of_class: whether it is an attribute of a class.
+        of_module: whether it is found in the module, not in what else a step calls.
     """
 
     attribute: str
     now: str
     of_class: bool
+    of_module: bool
 
     def __str__(self) -> str:
-        return f"{self.attribute!r} of the module {f'is {self.now} now' if self.now else 'has changed'}"
+        name, of = self.attribute.removeprefix(f"{AROUND}."), " of the module" if self.of_module else ""
+        return f"{name!r}{of} {f'is {self.now} now' if self.now else 'has changed'}"
 
 
 class _Memory:
@@ -119,6 +126,7 @@ class Inventory:
         self._left_out, self._in_place = left_out, in_place
         self._seen: set[int] = set()
         self._classes: list[type] = []
+        self._beside = tuple([f"{name}{mark}" for name in roots if name for mark in (".", "[")])
         model = roots[""]
         self.own = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
         for name, root in roots.items():
@@ -140,7 +148,8 @@ class Inventory:
             if not is_same(before, now) and not name.startswith(within):
                 within = f"{name}.", f"{name}["
                 shown = repr(now) if isinstance(now, VALUES) else ""
-                yield ModuleChange(name, shown if len(shown) <= _LONGEST else "", later._is_of_class(name))
+                of_module = not name.startswith(later._beside)
+                yield ModuleChange(name, shown if len(shown) <= _LONGEST else "", later._is_of_class(name), of_module)
 
     def _is_of_class(self, name: str) -> bool:
         return any(name.startswith(f"{cls.__qualname__}.") for cls in self._classes)
