@@ -18,7 +18,7 @@ none, and a step that updates by a gradient to which it adds nothing reads the n
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 import torch
 
@@ -49,12 +49,12 @@ class EarlierGradients:
 
     def __init__(self, function: StepFunction, recorder: Recorder, fakes: Mapping[int, torch.Tensor]) -> None:
         self._between, self._recorder = function.between, recorder
-        params = [param for param in function.model.parameters() if param.requires_grad]
-        self._fakes = [fakes[id(param)] for param in params]
-        self._first = {id(fake): _first(param) for param, fake in zip(params, self._fakes, strict=True)}
+        self._params = {id(fakes[id(p)]): p for p in function.model.parameters() if p.requires_grad}
+        self._fakes = [fakes[id(param)] for param in self._params.values()]
         groups = [group for optimizer in function.optimizers.values() for group in optimizer.param_groups]
         self._trained = {id(fakes[id(p)]) for group in groups for p in group["params"] if id(p) in fakes}
-        self._of: dict[int, tuple[Value, Value, Value]] = {}
+        self._of: dict[int, tuple[Value, Value]] = {}
+        self._is_none: dict[int, Value] = {}
         self._additions: set[int] = set()
         self.added_sparse: set[int] = set()
         self.again = False
@@ -66,12 +66,10 @@ class EarlierGradients:
         for fake in self._fakes:
             value = recorder.read(fake)
             if value.label not in self._between.cleared:
-                name = value.label.rpartition(".")[2]
                 fake.grad = recorder.fake(value.shape, value.strides, value.dtype)
-                earlier = recorder.external(fake.grad, f"{name}.{GRADIENT}", "state")
-                is_none = recorder.external(recorder.fake((), (), torch.float32), f"{name}.{IS_NONE}", "state")
-                earlier.scope = is_none.scope = value.scope
-                self._of[earlier.index] = value, earlier, is_none
+                earlier = recorder.external(fake.grad, f"{_last(value)}.{GRADIENT}", "state")
+                earlier.scope = value.scope
+                self._of[earlier.index] = value, earlier
 
     def clear(self) -> None:
         """Take all gradients from the parameters."""
@@ -108,7 +106,7 @@ class EarlierGradients:
         for call in self._recorder.calls:
             used.update([value.index for value in call.inputs])
             read.update(() if id(call) in self._additions else [value.root.index for value in call.inputs])
-        for param, earlier, is_none in self._of.values():
+        for param, earlier in self._of.values():
             grad, trained = param.tensor.grad, id(param.tensor) in self._trained
             zeroed = grad is not None and grad is not earlier.tensor
             mine, left = earlier.index in used, grad is not None and param.index in made
@@ -124,7 +122,7 @@ class EarlierGradients:
             elif param.label in between.wanted or (
                 left and (param.label in between.assumed or (not foreign and (mine or fresh)))
             ):
-                self.kept.append((param, earlier, is_none))
+                self.kept.append((param, earlier, self.is_none(earlier)))
                 self.again |= zeroed and param.label not in between.lasting | between.wanted
                 between.lasting.add(param.label)
                 continue
@@ -146,11 +144,17 @@ class EarlierGradients:
 
     def is_none(self, value: Value) -> Value:
         """The number that is 1 where there is no such gradient, to which the step has added nothing."""
-        return self._of[value.root.index][2]
+        index = value.root.index
+        if index not in self._is_none:
+            param, _ = self._of[index]
+            number = self._recorder.fake((), (), torch.float32)
+            made = self._recorder.external(number, f"{_last(param)}.{IS_NONE}", "state")
+            made.phase, made.scope, self._is_none[index] = "forward", param.scope, made
+        return self._is_none[index]
 
     def lasts(self, value: Value) -> bool:
         """Whether the step is known to keep what it has of an earlier step, or has written there."""
-        param, earlier, _ = self._of[value.root.index]
+        param, earlier = self._of[value.root.index]
         return value is not earlier or param.label in self._between.lasting | self._between.wanted
 
     def _leave(self, param: Value, earlier: Value, is_none: Value, made: Container[int]) -> None:
@@ -167,16 +171,20 @@ class EarlierGradients:
                 is_none.tensor.fill_(float(left is None))
         for call in recorder.calls[first:]:
             call.phase, call.scope = "update", param.scope
-        first_gradient, none = self._first[id(param.tensor)]
-        recorder.constants += [(earlier, first_gradient), (is_none, none)]
+
+    def first_values(self) -> Iterator[tuple[Value, torch.Tensor]]:
+        """What the gradients that last are at first, those of the parameters or none, and the numbers that say which;
+        to be asked behind the recording."""
+        for param, earlier, is_none in self.kept:
+            real = self._params[id(param.tensor)]
+            none = real.detach().new_full((), -0.0).expand(real.shape)
+            yield earlier, none if real.grad is None else real.grad.detach()
+            yield is_none, torch.full((), float(real.grad is None), device=real.device)
 
 
-def _first(param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the gradient of a parameter is at first: its own, or else none; and the number that says which."""
-    none = torch.full((), float(param.grad is None), device=param.device)
-    if param.grad is not None:
-        return param.grad.detach(), none
-    return param.detach().new_full((), -0.0).expand(param.shape), none
+def _last(param: Value) -> str:
+    """The last part of a parameter's name."""
+    return param.label.rpartition(".")[2]
 
 
 def warn_of_gradients(recording: Recording, wanted: Container[str]) -> None:

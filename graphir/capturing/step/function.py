@@ -433,6 +433,10 @@ class FunctionRun:
                 fix="give the step that computes it: capture(…, beside=program), or compile(…, beside=compiled)",
             )
 
+    def first_values(self) -> Iterator[tuple[Value, torch.Tensor]]:
+        """What gradients are that last from step to step, before the first step."""
+        return self._earlier.first_values()
+
     @property
     def again(self) -> bool:
         """Whether the step has begun with gradients that it does not leave to the next one."""

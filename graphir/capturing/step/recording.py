@@ -175,6 +175,8 @@ def run(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> tuple[Re
         recorder.release()
         step.attributes.put_back()
         return run(step, dims, named, interrupts)
+    if function is not None:
+        recorder.constants += function.first_values()
     sparse = recorder.sparse.gradients
     made = [gradient for _, gradient in [*outcome.gradients, *outcome.finished.gradients]]
     kept = [outcome.loss, *outcome.outputs, *made, *(value for pair in sparse.values() for value in pair)]
