@@ -5,9 +5,13 @@ A step is used as it is: what graphir adds stands outside of it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +19,14 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils import _pytree as pytree
 from zoo.zoo_rows import library
 
 import graphir
 from graphir import passes, runtime
+from graphir.capturing.intake.found import read_function
 from graphir.errors import GraphirError, PassError
 
 __all__ = ["STEPS", "Made", "as_eager", "replicated"]
@@ -671,9 +678,122 @@ def as_eager(make: Callable[[], Made]) -> str:
     return ""
 
 
+class _Together:
+    """Two threads that run one step on the shares of a batch, and average the gradients of parameters in the order of
+    the replicas.
+
+    Args:
+        at_once: whether gradients are averaged behind each backward, or when an optimizer, a scaler or clipping reads
+            their sums.
+    """
+
+    def __init__(self, at_once: bool) -> None:
+        self.at_once, self.barrier = at_once, threading.Barrier(2, timeout=60)
+        self.given: list[Any] = [None, None]
+        self.places: dict[int, int] = {}
+        self.params: list[list[nn.Parameter]] = [[], []]
+        self.fresh: list[dict[int, Tensor | None]] = [{}, {}]
+
+    def mean(self, own: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Of what both threads have computed."""
+        place = self.places[threading.get_ident()]
+        self.given[place] = own
+        self.barrier.wait()
+        pairs = list(zip(*self.given, strict=True))
+        self.barrier.wait()
+        return [None if a is None or b is None else (a + b) / 2 for a, b in pairs]
+
+    def reduce(self) -> None:
+        """Average what backwards have made since."""
+        place = self.places[threading.get_ident()]
+        params, fresh = self.params[place], self.fresh[place]
+        own = [params[i] for i in fresh]
+        with torch.no_grad():
+            made = self.mean([param.grad for param in own])
+            for param, before, grad in zip(own, fresh.values(), made, strict=True):
+                param.grad = grad if before is None or grad is None else before + grad
+        fresh.clear()
+
+    def backward(self, run: Callable[[], Any]) -> Any:
+        """A backward, whose gradients are kept apart from what is averaged."""
+        params, fresh = (of[self.places[threading.get_ident()]] for of in (self.params, self.fresh))
+        before = {i: param.grad for i, param in enumerate(params) if i not in fresh}
+        for i in before:
+            params[i].grad = None
+        found = run()
+        for i, grad in before.items():
+            if params[i].grad is None:
+                params[i].grad = grad
+            else:
+                fresh[i] = grad
+        if self.at_once:
+            self.reduce()
+        return found
+
+    def patched(self) -> contextlib.ExitStack:
+        """While this is active, torch's functions do so in both threads."""
+        stack = contextlib.ExitStack()
+        backward, grad = torch.Tensor.backward, torch.autograd.grad
+
+        def ours(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return self.backward(lambda: backward(tensor, *args, **kwargs))
+
+        def of_params(outputs: Any, inputs: Any, *args: Any, create_graph: bool = False, **kwargs: Any) -> Any:
+            found = grad(outputs, inputs, *args, create_graph=create_graph, **kwargs)
+            asked = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+            if create_graph or not all(isinstance(each, nn.Parameter) for each in asked):
+                return found
+            return tuple(self.mean(found))
+
+        def behind(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self.reduce()
+                return function(*args, **kwargs)
+
+            return call
+
+        for owner, name, function in (
+            (torch.Tensor, "backward", ours),
+            (torch.autograd, "grad", of_params),
+            (torch.nn.utils.clip_grad, "_get_total_norm", behind(torch.nn.utils.clip_grad._get_total_norm)),
+            (torch.amp.GradScaler, "unscale_", behind(torch.amp.GradScaler.unscale_)),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, function))
+        stack.callback(register_optimizer_step_pre_hook(lambda *_: self.reduce()).remove)
+        return stack
+
+
+def _share_by_share(make: Callable[[], Made], program: graphir.Program, at_once: bool) -> list[dict[str, Tensor]]:
+    """The state of the modules of each of two threads, after three steps on the shares of a batch."""
+    together, states = _Together(at_once), [dict[str, Tensor](), dict[str, Tensor]()]
+    mades = [_made(make), _made(make)]
+
+    def run(place: int) -> None:
+        made = mades[place]
+        model = read_function(made.step).model
+        together.places[threading.get_ident()] = place
+        together.params[place] = list(model.parameters())
+        together.barrier.wait()
+        for number in range(3):
+            leaves, spec = pytree.tree_flatten(made.batch(8, torch.Generator().manual_seed(3)))
+            feeds = program.interface.feeds
+            shares = [
+                leaf if feed.batch_dim is None else leaf.chunk(2, feed.batch_dim)[place]
+                for leaf, feed in zip(leaves, feeds, strict=True)
+            ]
+            with graphir.seeded(number, place):
+                made.step(*pytree.tree_unflatten(shares, spec))
+        states[place] = model.state_dict()
+
+    with together.patched(), ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(run, place) for place in (0, 1)]:
+            done.result()
+    return states
+
+
 def replicated(make: Callable[[], Made]) -> str:
-    """Why two replicas cannot stand for the step; empty where they can, and where both have the same parameters after
-    three steps."""
+    """Why two replicas cannot stand for the step; empty where they can, and where each has the bits of the step run on
+    its share, with the gradients of both averaged, in the state of its modules after three steps."""
     mine = _made(make)
     batch = mine.batch(6, torch.Generator().manual_seed(2))
     try:
@@ -683,13 +803,7 @@ def replicated(make: Callable[[], Made]) -> str:
     with runtime.Session(passes.emit(program), program.state, binding="cpu") as session:
         for _ in range(3):
             session.step(*mine.batch(8, torch.Generator().manual_seed(3)))
-        one, two = session.state_dict(0), session.state_dict(1)
-    params = {name for name, blob in program.interface.module_state.items() if _is_param(program, blob)}
-    if not all(torch.equal(one[name], two[name]) for name in params):
-        raise GraphirError("replicas have come to differ")
+        found = [session.state_dict(0), session.state_dict(1)]
+    if not any(_same(found, _share_by_share(make, program, at_once)) for at_once in (False, True)):
+        raise GraphirError("replicas do not have the bits of the step on their shares")
     return ""
-
-
-def _is_param(program: graphir.Program, blob: str) -> bool:
-    found = program.step.blobs.get(program.blob_of(blob))
-    return found is not None and found.role == "param"

@@ -113,7 +113,7 @@ def rows() -> Iterator[str]:
         differs, refused = as_eager(make), replicated(make)
         equal, spread = equal + (not differs), spread + (not refused)
         shown = differs or "equal to the last bit"
-        yield f"| {name} | {shown} | {refused or 'alike'} | {time.perf_counter() - begun:.1f} |"
+        yield f"| {name} | {shown} | {refused or 'equal on each share'} | {time.perf_counter() - begun:.1f} |"
     whole = limited(str(equal), at_least=len(STEPS))
     yield f"| of {len(STEPS)} | {whole} equal | {limited(str(spread), at_least=REPLICATED)} replicated | |"
     yield ""
