@@ -192,6 +192,7 @@ class Compiled:
             self._session_options = beside._session_options
         self._seen, self._writes = self._group.grown, False
         self._earlier: list[Session] = []
+        self._touched: weakref.WeakKeyDictionary[Session, set[str]] = weakref.WeakKeyDictionary()
         asked = self._session_options
         if is_on_cuda(asked.get("binding", "auto"), is_of_host(asked.get("executor", "auto"))):
             options.setdefault("target", "cuda")
@@ -359,7 +360,7 @@ class Compiled:
     def _drop_behind(self) -> None:
         """Drop plans that do not begin with all gradients which steps beside leave."""
         self._seen = self._group.grown
-        behind = [session for session in self._cache.plans if _lasting(session.plan.program) != self._group.lasting]
+        behind = [session for session in self._cache.plans if self._touched.get(session, set()) & self._group.lasting]
         self._earlier = self._earlier or behind[:1]
         self._cache.drop(behind)
 
@@ -476,6 +477,8 @@ class Compiled:
         )
         self._group.add(session, captured)
         self._writes |= _writes(captured)
+        if captured.witness.between is not None:
+            self._touched[session] = captured.witness.between.touched
         self._state = {name: tensor for name, tensor in self._state.items() if name not in captured.state}
         if self._placing is not None and found is not None:
             self._placing.keep(found)
@@ -600,13 +603,13 @@ class Compiled:
         """Copy all state into the model, its optimizers and its gradient scaler, which steps leave as they were: for an
         evaluation, or for a checkpoint as eager PyTorch writes it. Gradients that last from step to step go into
         ``p.grad``."""
-        state, program = self.state_dict(), self._updating.plan.program
+        state, program, lasting = self.state_dict(), self._updating.plan.program, self._group.lasting
         optimizers = self._optimizers() if program.interface.optimizers else []
         states = [self.optimizer_state_dict(of=position) for position in range(len(optimizers))]
         scaler = self._options.get("loss_scale") if self._function is None else self._function.scaler
-        gradients = self._sessions[0].gradients() if _lasting(program) else {}
+        gradients = self._sessions[0].gradients() if lasting else {}
         self._model.load_state_dict(state)
-        for name in _lasting(program):
+        for name in lasting:
             param = self._model.get_parameter(name)
             param.grad = gradients[name].to(param.device) if name in gradients else None
         self._behind.caught_up()
@@ -673,7 +676,7 @@ class _Group:
 
     Attributes:
         session: one of their sessions, whose state is that of all; None before the first.
-        program: the program that was captured last.
+        program: the program of a function that was captured last, which knows of those before; or the first one.
         lasting: the gradients that last from step to step.
         grown: counts how often these have become more.
         followed: whether the optimizers were given to a session.
@@ -688,8 +691,12 @@ class _Group:
 
     def add(self, session: Session, program: Program) -> None:
         """Note a session, and the program that it was made of."""
-        self.grown += self.lasting != _lasting(program)
-        self.session, self.program, self.lasting = session, program, _lasting(program)
+        kept = program.interface.optimizer_state.items()
+        lasting = self.lasting.union([param for param, own in kept if GRADIENT in own])
+        self.grown += self.lasting != lasting
+        self.session, self.lasting = session, lasting
+        if self.program is None or (isinstance(program.witness, StepWitness) and program.witness.between is not None):
+            self.program = program
         self.followed |= bool(program.interface.optimizers)
 
 
@@ -698,11 +705,6 @@ def _writes(program: Program) -> bool:
     blobs = program.step.blobs
     made = {blobs[op.outputs[output]].storage for op in program.step.ops for output, _ in op.effects.writes}
     return any(blobs[storage].role in ("param", "buffer") for storage in made)
-
-
-def _lasting(program: Program) -> frozenset[str]:
-    """The parameters whose gradients last from step to step."""
-    return frozenset([param for param, own in program.interface.optimizer_state.items() if GRADIENT in own])
 
 
 def _check_beside(beside: object, given: Mapping[str, object]) -> None:

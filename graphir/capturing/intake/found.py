@@ -36,6 +36,7 @@ class Between(NamedTuple):
         assumed: those that programs beside begin without.
         cleared: those that the function's own steps begin without.
         left: those that these steps leave, and do not keep.
+        touched: those that these steps read, change or leave, and do not keep.
         lasting: those that these steps keep.
     """
 
@@ -44,6 +45,7 @@ class Between(NamedTuple):
     assumed: Set[str]
     cleared: set[str]
     left: set[str]
+    touched: set[str]
     lasting: set[str]
 
     @classmethod
@@ -54,15 +56,16 @@ class Between(NamedTuple):
             CaptureError: it is no program.
         """
         if program is None:
-            return cls(frozenset(), frozenset(), frozenset(), set(), set(), set())
+            return cls(frozenset(), frozenset(), frozenset(), set(), set(), set(), set())
         if not isinstance(program, Program):
             raise CaptureError(f"beside is a {type(program).__name__}, not a program", fix="give what capture returned")
         interface = program.interface
         known: Between | None = getattr(program.witness, "between", None)
         wanted = {param for param, own in interface.optimizer_state.items() if GRADIENT in own}
+        wanted |= set() if known is None else known.wanted
         lost = {*interface.gradients, *(() if known is None else known.lost | known.left)} - wanted
         assumed = (set() if known is None else known.assumed | known.cleared) - wanted
-        return cls(wanted, lost, assumed, set(), set(), set())
+        return cls(wanted, lost, assumed, set(), set(), set(), set())
 
 
 class StepFunction(NamedTuple):

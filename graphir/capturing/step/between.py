@@ -110,6 +110,8 @@ class EarlierGradients:
             grad, trained = param.tensor.grad, id(param.tensor) in self._trained
             zeroed = grad is not None and grad is not earlier.tensor
             mine, left = earlier.index in used, grad is not None and param.index in made
+            if grad is earlier.tensor and not mine:
+                continue
             fresh = trained and param.index not in updated
             foreign = steps and not trained and earlier.index not in read
             if mine and param.label in between.lost:
@@ -128,6 +130,7 @@ class EarlierGradients:
                 continue
             elif left:
                 between.left.add(param.label)
+            between.touched.add(param.label)
             if mine or (param.index not in made and (zeroed or param.index in updated)):
                 between.cleared.add(param.label)
                 self.again = True
