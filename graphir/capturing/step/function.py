@@ -12,7 +12,7 @@ one update for each parameter that has a gradient. Operators behind an update re
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -137,15 +137,15 @@ class FunctionRun:
 
     # What the step calls.
 
-    def _backward_of(self, function: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
-        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        if len(given) != 1 or any(args) or any(kwargs.values()):
+    def _backward_of(self, function: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        starts, given = ([v] if isinstance(v, torch.Tensor | None) else list(v) for v in (tensors, grad_tensors))
+        if len(starts) != 1 or len(given) != 1:
             raise CaptureError(
-                "torch.autograd.backward is called with several tensors, or with options",
+                "torch.autograd.backward is called with several tensors",
                 where=self._recorder.here(),
                 fix="call loss.backward() of the sum of the tensors",
             )
-        self._backward(function, given[0])
+        self._backward(function, starts[0], given[0], *args, **kwargs)  # type: ignore[arg-type]  # torch checks it
 
     def _backward(
         self,
@@ -154,15 +154,17 @@ class FunctionRun:
         gradient: torch.Tensor | None = None,
         retain_graph: object = None,
         create_graph: bool = False,
-        inputs: object = None,
+        inputs: torch.Tensor | Iterable[torch.Tensor] | None = None,
     ) -> None:
         recorder = self._recorder
-        if create_graph or inputs is not None:
+        given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs or ())
+        if create_graph or not all(tensor.is_leaf for tensor in given):
             raise CaptureError(
-                "backward is called with create_graph or inputs",
+                "backward is called with create_graph, or with inputs that are no leaves",
                 where=recorder.here(),
                 fix="call torch.autograd.grad, for gradients of gradients with create_graph=True, before the backward",
             )
+        asked = {id(self.standing(tensor)) for tensor in given}
         recorder.end_forward()
         with recorder.unseen():
             unscaled = loss if self._scaling is None else self._scaling.unscaled(loss)
@@ -173,13 +175,15 @@ class FunctionRun:
         self._losses.append(value)
         found = self._gone_through(
             loss,
-            lambda param: param.tensor.grad is None,
+            lambda param: param.tensor.grad is None and (not asked or id(param.tensor) in asked),
             None if gradient is None else [gradient],
             bool(retain_graph),
         )
         end = len(recorder.calls)
         with recorder.unseen():
             for param, grad in found:
+                if asked and not asked & {id(param.tensor), id(param.edge)}:
+                    continue
                 if param.kind == "param":
                     self._add(param, grad)
                 elif isinstance(param.edge, torch.Tensor) and param.edge.is_leaf and param.edge.requires_grad:

@@ -178,11 +178,17 @@ def run(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> tuple[Re
     if function is not None:
         recorder.constants += function.first_values()
     sparse = recorder.sparse.gradients
-    made = [gradient for _, gradient in [*outcome.gradients, *outcome.finished.gradients]]
+    pairs = [*outcome.gradients, *outcome.finished.gradients]
+    if function is not None:  # torch.autograd.grad is asked for some gradients alone
+        pairs = [pair for pair in pairs if pair[0].kind == "param"]
+    made = [gradient for _, gradient in pairs]
     kept = [outcome.loss, *outcome.outputs, *made, *(value for pair in sparse.values() for value in pair)]
+    calls = _live(recorder.calls, kept, function is not None)
+    live = {value.index for call in calls for value in call.outputs}
+    gradients = [pair for pair in outcome.gradients if pair[0].kind == "param" or pair[1].index in live]
     recording = Recording(
-        **vars(outcome),
-        calls=_live(recorder.calls, kept),
+        **{**vars(outcome), "gradients": gradients},
+        calls=calls,
         values=recorder.values,
         inputs=inputs,
         state=state,
@@ -370,12 +376,14 @@ def _scalar(loss: Any) -> torch.Tensor:
     return total
 
 
-def _live(calls: list[RecordedCall], kept: list[Value | None]) -> list[RecordedCall]:
-    """*calls* without views, uninitialised tensors and known values that nothing reads."""
+def _live(calls: list[RecordedCall], kept: list[Value | None], backward: bool) -> list[RecordedCall]:
+    """*calls* without views, uninitialised tensors and known values that nothing reads; if *backward*, without any
+    values of backwards that nothing reads, which autograd would not compute."""
     read = {id(v) for v in kept if v is not None}
     live: list[RecordedCall] = []
     for call in reversed(calls):
-        free = call.outputs and all(v.is_view or v.known for v in call.outputs)
+        unasked = backward and call.phase == "backward" and not any(v.version for v in call.outputs)
+        free = call.outputs and (unasked or all(v.is_view or v.known for v in call.outputs))
         idle = free or operator_type(call.type).unwritten
         if not idle or any(id(v) in read for v in call.outputs):
             live.append(call)

@@ -411,7 +411,22 @@ def writes_parameters(model: nn.Module) -> Callable[..., Any]:
     return step
 
 
-@pytest.mark.parametrize("make", [clears_at_the_end, writes_parameters])
+def goes_backward_by_function(model: nn.Module) -> Callable[..., Any]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        out = model(x)
+        torch.autograd.backward(out, torch.ones_like(out), retain_graph=True)
+        torch.autograd.backward([out.square().sum()], retain_graph=True)
+        out.exp().mean().backward(inputs=list(model[4].parameters()))  # type: ignore[union-attr,index]
+        optimizer.step()
+        return out
+
+    return step
+
+
+@pytest.mark.parametrize("make", [clears_at_the_end, writes_parameters, goes_backward_by_function])
 def test_orders(make: Callable[[nn.Module], Callable[..., Any]]) -> None:
     is_eager(make)
 
@@ -429,6 +444,27 @@ def clips_in_between(model: nn.Module) -> Callable[..., Any]:
         return loss
 
     return step
+
+
+def test_no_more_is_computed_than_is_asked_for() -> None:
+    """``torch.autograd.grad`` of one parameter, and a backward into some, go through what these need."""
+    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Tanh())], nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x: Tensor, y: Tensor, more: str) -> Any:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        found = None
+        if more == "grad":
+            (found,) = torch.autograd.grad(loss, model[12].bias, retain_graph=True)
+        if more == "inputs":
+            loss.backward(retain_graph=True, inputs=[model[12].bias])
+        loss.backward()
+        optimizer.step()
+        return loss, found
+
+    counts = {more: len(graphir.capture(step, (X, Y, more)).step.ops) for more in ("", "grad", "inputs")}
+    assert counts["grad"] < counts[""] + 10 and counts["inputs"] < counts[""] + 10
 
 
 @pytest.mark.parametrize("make", [chunks, several_losses, clips_in_between])
