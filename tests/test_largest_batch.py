@@ -215,6 +215,17 @@ def test_a_row_that_cannot_says_why(program: Program) -> None:
     assert alone.rows[0].beyond.startswith("64 rows: gpu:0 lacks 1 B of ")
 
 
+def test_rows_are_those_of_all_parts() -> None:
+    class Halves(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first, second = x.chunk(2)
+            return first * second
+
+    program = graphir.capture(Halves(), (torch.randn(6, 4),))
+    found = largest(program, {"gpu:0": held(program, 20)}, options=[])
+    assert found.unit == 2 and found.rows[0].batch == 40
+
+
 def fixed() -> Program:
     class Rooted(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

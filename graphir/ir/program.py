@@ -21,7 +21,7 @@ from .module_patterns import lineage
 from .net import Net, replaced
 from .parts import Parts
 from .shares import divided
-from .size import BATCH, Dims
+from .size import BATCH, Dims, Polynomial
 
 if TYPE_CHECKING:
     import torch
@@ -270,6 +270,18 @@ class Program:
         :func:`graphir.analysis.short_batch.short_batch`) has replicas without one. All replicas if sizes are fixed.
         """
         return tuple(takewhile(lambda prefix: prefix + BATCH in self.dims, self.replicas)) or self.replicas
+
+    @cached_property
+    def parts(self) -> int:
+        """How many times the dimension ``batch`` the rows of a share are: the number of micro-batches, or of the equal
+        parts into which the step cuts a batch."""
+        found = 1
+        for feed in self.interface.feeds:
+            blob = None if feed.blob is None else self.step.blobs.get(self.blob_of(feed.blob))
+            if blob is not None and blob.shape is not None and feed.batch_dim is not None:
+                size = blob.shape[feed.batch_dim]
+                found = max(found, size.terms[0][1] if isinstance(size, Polynomial) else 1)
+        return found
 
     def divided(self, rows: int) -> list[int]:
         """The rows of each replica in :attr:`sharing`, by :attr:`shares`; see :func:`.shares.divided`.

@@ -9,7 +9,6 @@ from typing import Final
 
 from graphir.analysis.refused import refused_at
 from graphir.errors import PassError
-from graphir.ir.names import micro_batches
 from graphir.ir.program import Program
 from graphir.ir.size import BATCH, LARGEST
 
@@ -22,8 +21,8 @@ _MOST_BYTES: Final = 16 * LARGEST
 class Batches:
     """The batches of a program, each by its number.
 
-    The number of a batch is the rows of one share of one micro-batch: at number 5 and shares 3 and 1, two micro-batches
-    have 15 and 5 rows each, and a step has 40.
+    The number of a batch is the rows of one share of one micro-batch, or of another part into which a step cuts its
+    batch: at number 5 and shares 3 and 1, two micro-batches have 15 and 5 rows each, and a step has 40.
 
     Args:
         program: captured, replicated or sharded.
@@ -47,10 +46,10 @@ class Batches:
             )
         if refused := refused_at(program, program.dims):
             raise PassError(f"largest_batch: {refused}", fix="give program.with_(dims=…) sizes that it takes")
-        self.unit = micro_batches(program.step.blobs) * sum(self.shares.values())
+        self.unit = program.parts * sum(self.shares.values())
 
     def rows(self, number: int) -> int:
-        """The rows of a step, of all replicas and micro-batches."""
+        """The rows of a step, of all replicas and parts."""
         return number * self.unit
 
     def at(self, number: int) -> Program:
