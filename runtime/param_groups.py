@@ -403,14 +403,14 @@ class ParamGroups:
     def _check_beside(self, other: Program) -> None:
         ours, theirs = self.program.interface, other.interface
         if ours.optimizers != theirs.optimizers or len(ours.param_groups) != len(theirs.param_groups):
-            raise self._refusal("the program has another optimizer than the one beside it", "capture both with one")
+            raise self._refusal("the program has another optimizer than the one beside it", _ALIKE)
         for i, (mine, its) in enumerate(zip(ours.param_groups, theirs.param_groups, strict=True)):
             for k, (param, beside) in enumerate(zip_longest(mine.params, its.params)):
                 if param != beside:
                     raise self._refusal(
                         f"parameter {k} in group {i} of the optimizer is {param!r} in this program, {beside!r} in "
                         "the one beside it",
-                        "capture both with one, or make a session of its own and give it state by load_state_dict()",
+                        f"{_ALIKE}, or make a session of its own and give it state by load_state_dict()",
                     )
             first = theirs.param_groups[i].options
             for name in _KEEPING:
@@ -471,6 +471,7 @@ class ParamGroups:
         return SessionError(what, where=f"program {self.program.name!r}", fix=fix)
 
 
+_ALIKE: Final = "capture both with the same optimizers; step functions with the same stateful=, which names all of both"
 _KEEPING: Final = ("momentum", "dampening", "amsgrad", "centered")
 """Options that have the optimizer keep more state. The buffers of momentum stay where the momentum is 0 later."""
 

@@ -143,7 +143,7 @@ class Session(Stepping):
         steps_done: int | None = None,
     ) -> None:
         if steps_done is not None:
-            if type(steps_done) is not int or steps_done < 0:
+            if type(steps_done) is not int or not 0 <= steps_done < 1 << 62:
                 raise SessionError(f"steps_done={steps_done!r} is no number of steps", fix="give a whole number")
             if beside is not None:
                 raise SessionError(

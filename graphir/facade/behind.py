@@ -64,7 +64,18 @@ _users: Final[weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakSet[Behind]
 _handles: Final[weakref.WeakKeyDictionary[torch.nn.Module, Any]] = weakref.WeakKeyDictionary()
 
 
-def _ask(module: torch.nn.Module, inputs: object) -> None:
-    """The hook: of a copy of a module nobody is told."""
-    for user in tuple(_users.get(module, ())):
-        user.tell(module)
+class _Ask:
+    """The hook: of a copy of a module nobody is told. What is pickled needs no graphir: it hands on the inputs."""
+
+    def __call__(self, module: torch.nn.Module, inputs: object) -> None:
+        for user in tuple(_users.get(module, ())):
+            user.tell(module)
+
+    def __deepcopy__(self, memo: object) -> _Ask:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, ({}, "get")
+
+
+_ask: Final = _Ask()

@@ -32,6 +32,7 @@ import torch
 
 from graphir.passes import Balanced, Pipeline, Replicate, emit, inject_copies, replicate
 from graphir.passes.base import build
+from graphir.passes.following import follow
 from graphir.runtime import Report, Session
 from graphir.runtime.loop import run_loader
 from graphir.runtime.machine.places import Binding, is_on_cuda
@@ -212,7 +213,10 @@ class Compiled:
         self._tensors = _tensors_of(model)
         self._measured: Session | None = None
         if inputs is not None or kwargs is not None or self._function is None:
-            self._begin(() if inputs is None else inputs, kwargs, targets)
+            inputs = () if inputs is None else inputs
+            if self._function is not None and isinstance(inputs, (tuple, list)) and isinstance(kwargs, Mapping | None):
+                inputs, kwargs = self._function.bound(inputs, kwargs or {})
+            self._begin(inputs, kwargs, targets)
 
     def _begin(
         self, inputs: Sequence[Any], kwargs: Mapping[str, Any] | None = None, targets: Sequence[Any] = ()
@@ -249,6 +253,8 @@ class Compiled:
             PassError: no placement of the step with these arguments is within the limits; nothing has changed.
             RunError: an operator failed; the model can go on where the error's ``usable`` says so.
         """
+        if self._function is not None:
+            args, kwargs = self._function.bound(args, kwargs)
         if not self._running.acquire(blocking=False):
             raise SessionError("another thread is in a step of this model", fix="compile it once for each thread")
         try:
@@ -445,7 +451,9 @@ class Compiled:
         if beside is None and self._state:
             _check_state(self._state, captured)
         program, found = self._replicated(captured, first=beside is None), None
-        if self._placing is not None:
+        if beside is not None and not any(op.phase == "forward" for op in captured.step.ops):
+            program = _at_home(program, beside.plan.program)  # an update, of what is placed already
+        elif self._placing is not None:
             found = self._placing.placed(program)
             program = self._placing.followed(found)
         if self._passes is not None:
@@ -698,6 +706,13 @@ class _Group:
         if self.program is None or (isinstance(program.witness, StepWitness) and program.witness.between is not None):
             self.program = program
         self.followed |= bool(program.interface.optimizers)
+
+
+def _at_home(program: Program, beside: Program) -> Program:
+    """The program with its state where another one has it, and what follows the state."""
+    there, here = beside.init.blobs, program.init.blobs
+    homes = {name: there[name].device for name in here if name in there and there[name].device != here[name].device}
+    return follow(program, {}, homes, "compile") if homes else program
 
 
 def _writes(program: Program) -> bool:

@@ -300,7 +300,7 @@ class Scatter:
         rows = f"{self.arguments.names[i]} has {counted(size, 'row')} along dimension {dim}"
         where = f"program {self.program.name!r}"
         if size % micro:
-            raise SessionError(
+            raise CoverageError(
                 f"{rows}, which {micro} micro-batches do not divide",
                 where=where,
                 fix=f"give {-(-size // micro) * micro} rows, or another multiple of {micro}",

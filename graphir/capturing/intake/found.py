@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
@@ -78,6 +79,7 @@ class StepFunction(NamedTuple):
         scaler: the gradient scaler that it uses; None without one.
         around: what else it finds around itself.
         between: what is known of the gradients between its steps.
+        signature: its own; None where it has none.
     """
 
     call: Callable[..., Any]
@@ -86,11 +88,31 @@ class StepFunction(NamedTuple):
     scaler: torch.amp.GradScaler | None
     around: Around
     between: Between
+    signature: inspect.Signature | None
 
     @property
     def name(self) -> str:
         """The function's own name."""
         return _name_of(self.call)
+
+    def bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call with as many of them by position as can be, numbers and text that are defaults
+        included: one call has one form. Arguments that do not fit the function stay as they are."""
+        known = {} if self.signature is None else self.signature.parameters
+        if self.signature is None or (not kwargs and len(args) == len(known)):
+            return tuple(args), dict(kwargs)
+        try:
+            given = self.signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return tuple(args), dict(kwargs)
+        found: dict[str, Any] = {}
+        for name, param in known.items():
+            simple = isinstance(param.default, (bool, int, float, str, type(None)))
+            if param.kind not in (param.POSITIONAL_ONLY, param.POSITIONAL_OR_KEYWORD) or not (name in given or simple):
+                break
+            found[name] = given.get(name, param.default)
+        others = {name: value for name, value in kwargs.items() if name not in found}
+        return (*found.values(), *args[len(found) :]), others
 
 
 class Together(torch.nn.Module):
@@ -131,7 +153,9 @@ def read_function(function: Callable[..., Any], stateful: object = (), beside: o
     if len(scalers) > 1:
         raise CaptureError(f"{_name_of(function)} uses {len(scalers)} gradient scalers", fix="use one")
     scaler = next((scaler for scaler in scalers.values() if scaler.is_enabled()), None)
-    return StepFunction(function, model, optimizers, scaler, search.around, Between.beside(beside))
+    return StepFunction(
+        function, model, optimizers, scaler, search.around, Between.beside(beside), _signature(function)
+    )
 
 
 def around_of(functions: Iterable[Callable[..., Any]]) -> Around:
@@ -141,6 +165,13 @@ def around_of(functions: Iterable[Callable[..., Any]]) -> Around:
         for _ in search.within("", function, 1):
             pass
     return search.around
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
 
 
 def _name_of(function: Callable[..., Any]) -> str:

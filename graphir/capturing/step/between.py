@@ -56,6 +56,8 @@ class EarlierGradients:
         self._of: dict[int, tuple[Value, Value]] = {}
         self._is_none: dict[int, Value] = {}
         self._additions: set[int] = set()
+        self._zeros: dict[int, tuple[torch.Tensor, int]] = {}
+        self._updated_by_zeros: set[int] = set()
         self.added_sparse: set[int] = set()
         self.again = False
         self.kept: list[tuple[Value, Value, Value]] = []
@@ -102,19 +104,22 @@ class EarlierGradients:
                 keep it.
         """
         between = self._between
-        used, read = set[int](), {value.root.index for value in returned}
+        used, read = set(self._updated_by_zeros), {value.root.index for value in returned}
         for call in self._recorder.calls:
             used.update([value.index for value in call.inputs])
             read.update(() if id(call) in self._additions else [value.root.index for value in call.inputs])
         for param, earlier in self._of.values():
             grad, trained = param.tensor.grad, id(param.tensor) in self._trained
-            zeroed = grad is not None and grad is not earlier.tensor
-            mine, left = earlier.index in used, grad is not None and param.index in made
+            replaced = grad is not None and grad is not earlier.tensor
+            zeroed = replaced and param.index not in made and id(grad) in self._zeros
+            mine, left = earlier.index in used, param.index in made or (replaced and not zeroed)
+            left &= grad is not None
             if grad is earlier.tensor and not mine:
                 continue
             fresh = trained and param.index not in updated
-            foreign = steps and not trained and earlier.index not in read
-            if mine and param.label in between.lost:
+            lost = param.label in between.lost
+            foreign = earlier.index not in read and (lost or (steps and not trained))
+            if mine and lost and not (left and foreign):
                 raise CaptureError(
                     f"the step reads the gradient of {param.label!r}, which a step beside leaves and does not keep",
                     fix="call optimizer.zero_grad() before the backward, or name the optimizer in that step",
@@ -125,17 +130,29 @@ class EarlierGradients:
                 left and (param.label in between.assumed or (not foreign and (mine or fresh)))
             ):
                 self.kept.append((param, earlier, self.is_none(earlier)))
-                self.again |= zeroed and param.label not in between.lasting | between.wanted
+                self.again |= replaced and param.label not in between.lasting | between.wanted
                 between.lasting.add(param.label)
                 continue
             elif left:
                 between.left.add(param.label)
             between.touched.add(param.label)
-            if mine or (param.index not in made and (zeroed or param.index in updated)):
+            if mine or zeroed or (param.index not in made and param.index in updated and not left):
                 between.cleared.add(param.label)
                 self.again = True
+        self._check_cleared()
         for param, earlier, is_none in self.kept if not self.again else ():
             self._leave(param, earlier, is_none, made)
+
+    def _check_cleared(self) -> None:
+        """Refuse a step that leaves a gradient only if it begins without one."""
+        begun = {param.index for param, _ in self._of.values()}
+        for fake in self._fakes:
+            value = self._recorder.read(fake).root
+            if value.index not in begun and fake.grad is not None and value.label not in self._between.left:
+                raise CaptureError(
+                    f"the step leaves the gradient of {value.label!r} only where it begins without one",
+                    fix="call optimizer.zero_grad() before the backward",
+                )
 
     def _check_sparse(self, param: Value, earlier: Value, fresh: bool) -> None:
         """Refuse a sparse gradient that would last from step to step."""
@@ -155,6 +172,15 @@ class EarlierGradients:
             made.phase, made.scope, self._is_none[index] = "forward", param.scope, made
         return self._is_none[index]
 
+    def set_to_zero(self, earlier: Value, zeros: torch.Tensor) -> None:
+        """Note what is in the place of a gradient of an earlier step that was set to zero."""
+        self._zeros[id(zeros)] = zeros, earlier.index
+
+    def updates_by(self, grad: torch.Tensor) -> None:
+        """Note an update by a gradient to which the step has added nothing."""
+        if id(grad) in self._zeros:
+            self._updated_by_zeros.add(self._zeros[id(grad)][1])
+
     def lasts(self, value: Value) -> bool:
         """Whether the step is known to keep what it has of an earlier step, or has written there."""
         param, earlier = self._of[value.root.index]
@@ -170,7 +196,7 @@ class EarlierGradients:
                 earlier.tensor.fill_(-0.0)
             elif left is not earlier.tensor:
                 earlier.tensor.copy_(left)
-            if left is None or param.index in made:
+            if left is not earlier.tensor or param.index in made:
                 is_none.tensor.fill_(float(left is None))
         for call in recorder.calls[first:]:
             call.phase, call.scope = "update", param.scope

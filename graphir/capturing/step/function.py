@@ -81,8 +81,7 @@ class FunctionRun:
         self._originals = Originals()
         self._scaling: Scaling | None = None
         if function.scaler is not None:
-            steps = bool(function.optimizers)
-            self._scaling = Scaling(function.scaler, steps, recorder, self._originals, self._refuse_sparse)
+            self._scaling = Scaling(function.scaler, recorder, self._originals, self._refuse_sparse)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the function returns."""
@@ -329,6 +328,7 @@ class FunctionRun:
             if self._earlier.lasts(value):
                 return function(tensor)
             of.grad = zeros
+            self._earlier.set_to_zero(value, zeros)
             return zeros
         with self._recorder.unseen():
             self._recorder.overwrite(tensor, self._recorder.read(zeros))  # whoever holds it sees zeros
@@ -362,6 +362,8 @@ class FunctionRun:
                         if param.grad is None or param.grad.layout != torch.strided:
                             continue
                         finished.append((value, self._recorder.read(param.grad)))
+                        if value.index not in self._sums:
+                            self._earlier.updates_by(param.grad)
             sparse = self._recorder.sparse.gradients
             for index, tensor in self._sparse.items():
                 if self._recorder.values[index].tensor.grad is not tensor:

@@ -184,8 +184,10 @@ def run(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> tuple[Re
     made = [gradient for _, gradient in pairs]
     kept = [outcome.loss, *outcome.outputs, *made, *(value for pair in sparse.values() for value in pair)]
     calls = _live(recorder.calls, kept, function is not None)
-    live = {value.index for call in calls for value in call.outputs}
-    gradients = [pair for pair in outcome.gradients if pair[0].kind == "param" or pair[1].index in live]
+    gradients = outcome.gradients
+    if function is not None:
+        live = {value.index for call in calls for value in call.outputs}
+        gradients = [pair for pair in gradients if pair[0].kind == "param" or pair[1].index in live]
     recording = Recording(
         **{**vars(outcome), "gradients": gradients},
         calls=calls,

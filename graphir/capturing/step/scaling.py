@@ -22,7 +22,6 @@ class Scaling:
 
     Args:
         scaler: itself, which is only read.
-        steps: whether the step has optimizers.
         recorder: records what its methods compute.
         originals: what gradients were made of.
         refuse: is given the name of a method, and raises where it would leave out gradients.
@@ -34,13 +33,12 @@ class Scaling:
     def __init__(
         self,
         scaler: torch.amp.GradScaler,
-        steps: bool,
         recorder: Recorder,
         originals: Originals,
         refuse: Callable[[str], None],
     ) -> None:
         self._recorder, self._originals, self._refuse = recorder, originals, refuse
-        read = read_loss_scale(scaler, steps)
+        read = read_loss_scale(scaler, optimizer=True)  # a step beside may have it
         assert isinstance(read, LossScaler)
         self._scaler = fake_scaler(read, recorder)
         self._scaled: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -147,6 +147,7 @@ class PlacedCalls:
         if _has_any_global_hook():
             raise Unfit("hooks are set for all modules")
         hooks = [hook for hook in guard.hooks_inside() if not isinstance(hook, bool)]
+        hooks = [hook for hook in hooks if _library_of(hook) != "graphir"]  # it warns of a model behind compiled steps
         for hook in hooks:
             if _library_of(hook) not in LIBRARIES:  # weight norm, gradients of inputs for checkpoints
                 raise Unfit("a module inside of it has hooks")

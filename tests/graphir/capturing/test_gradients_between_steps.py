@@ -60,14 +60,23 @@ class Trainer:
             self.scaler.update()
         return norm
 
-    def any(self, x: Tensor, y: Tensor, zero: str, backwards: int, clip: str, update: bool, end: str) -> Any:
+    def any(
+        self, x: Tensor, y: Tensor, zero: str, early: bool, backwards: int, by: str, clip: str, update: bool, end: str
+    ) -> Any:
         """A step of any kind."""
         if zero:
             self.optimizer.zero_grad(set_to_none=zero == "none")
+        if early:
+            self.optimizer.step()
         losses, norms = [], []
         for _ in range(backwards):
             losses.append(F.cross_entropy(self.model(x), y))
-            losses[-1].backward()
+            if by == "assigned":
+                params = list(self.model.parameters())
+                for param, made in zip(params, torch.autograd.grad(losses[-1], params), strict=True):
+                    param.grad = made if param.grad is None else param.grad + made
+            else:
+                losses[-1].backward()
             if clip == "each":
                 norms.append(clip_grad_norm_(self.model.parameters(), 0.1))
         if clip == "once":
@@ -187,7 +196,7 @@ def test_replicas_have_the_whole_batchs_gradients(shares: Any) -> None:
         torch.testing.assert_close(session.state_dict(1)[name], tensor)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(16))
 def test_any_steps_in_any_order(seed: int) -> None:
     """A step is equal, or refused: what its user does with gradients is followed from plan to plan."""
     rnd = random.Random(seed)
@@ -196,7 +205,9 @@ def test_any_steps_in_any_order(seed: int) -> None:
     kinds = [
         (
             rnd.choice(["", "", "none", "zeros"]),
+            rnd.random() < 0.2,
             rnd.choice([0, 1, 1, 2]),
+            rnd.choice(["backward", "backward", "assigned"]),
             rnd.choice(["", "once", "each"]),
             rnd.random() < 0.5,
             rnd.choice(["", "none", "zeros"]),
@@ -276,6 +287,87 @@ def test_placed_within_limits() -> None:
     for i, batch in enumerate(BATCHES[:6]):
         compiled, its = (last, eager.last) if i % 3 == 2 else (micro, eager.micro)
         assert bits(compiled(*batch)) == bits(its(*batch))
+
+
+def test_an_update_by_itself_goes_where_the_state_is() -> None:
+    """Within limits, and with the scaler of micro-batches that name no optimizer."""
+    mine, eager = Trainer(), Trainer()
+    micro = graphir.compile(
+        mine.micro, BATCHES[0], limits={"gpu:0": 10_000, "gpu:1": 10_000}, session={"binding": "cpu"}
+    )
+    update = graphir.compile(mine.update, (), beside=micro)
+    homes = [{b.name: b.device for b in compiled.plan.program.init.blobs.values()} for compiled in (micro, update)]
+    assert all(homes[0][name] == device for name, device in homes[1].items() if name in homes[0])
+    for i, batch in enumerate(BATCHES[:6]):
+        assert bits(micro(*batch)) == bits(eager.micro(*batch))
+        if i % 3 == 2:
+            assert bits(update()) == bits(eager.update())
+    mine, eager = Trainer(scale=True), Trainer(scale=True)
+    model, scaler = mine.model, mine.scaler
+    assert scaler is not None
+
+    def scaled(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y) / 3
+        scaler.scale(loss).backward()
+        return loss
+
+    micro = graphir.compile(scaled, BATCHES[0], session={"binding": "cpu"})
+    update = graphir.compile(mine.update, (), beside=micro)
+    for batch in BATCHES[:3]:
+        assert bits(micro(*batch)) == bits(eager.micro(*batch))
+    assert bits(update()) == bits(eager.update()) and same_state(update.state_dict(), eager.model)
+
+
+def test_the_steps_of_a_gan_beside_each_other() -> None:
+    """Each adds to the gradients of the other's module, which that sets to zero before it reads them."""
+
+    def made() -> tuple[dict[str, Any], Callable[..., Tensor], Callable[..., Tensor]]:
+        torch.manual_seed(0)
+        generator, judge = nn.Linear(4, 8), nn.Linear(8, 1)
+        of = {"g": torch.optim.Adam(generator.parameters(), 0.01), "d": torch.optim.Adam(judge.parameters(), 0.01)}
+
+        def judged(x: Tensor, z: Tensor) -> Tensor:
+            of["d"].zero_grad()
+            loss = F.softplus(-judge(x)).mean() + F.softplus(judge(generator(z).detach())).mean()
+            loss.backward()
+            of["d"].step()
+            return loss
+
+        def generated(x: Tensor, z: Tensor) -> Tensor:
+            of["g"].zero_grad()
+            loss = F.softplus(-judge(generator(z))).mean()
+            loss.backward()
+            of["g"].step()
+            return loss
+
+        return {"generator": generator, "judge": judge, **of}, judged, generated
+
+    x, z = BATCHES[0][0], torch.randn(6, 4)
+    (stateful, *mine), (_, *eager) = made(), made()
+    first = graphir.compile(mine[0], (x, z), stateful=stateful, session={"binding": "cpu"})
+    with pytest.warns(TrainingWarning, match="gradient of 'judge.weight' and 1 other, which its optimizer does not"):
+        second = graphir.compile(mine[1], (x, z), stateful=stateful, beside=first)
+    for _ in range(3):
+        assert bits([first(x, z), second(x, z)]) == bits([step(x, z) for step in eager])
+
+
+def test_one_call_has_one_form() -> None:
+    mine, eager = Trainer(), Trainer()
+
+    def of(trainer: Trainer) -> Callable[..., Any]:
+        def step(x: Tensor, y: Tensor, last: bool = True) -> Any:
+            return trainer.last(x, y) if last else trainer.micro(x, y)
+
+        return step
+
+    compiled, eagerly = graphir.compile(of(mine), session={"binding": "cpu"}), of(eager)
+    with pytest.warns(RecaptureWarning) as told:
+        for given in ({}, {"last": False}, {"last": True}, {"y": BATCHES[0][1]}, {}):
+            x, y = BATCHES[0]
+            args = (x,) if "y" in given else (x, y)
+            assert bits(compiled(*args, **given)) == bits(eagerly(*args, **given))
+        assert bits(compiled(x, y, False)) == bits(eagerly(x, y, False))
+    assert len(compiled.plans) == 2 and len(told) <= 3
 
 
 def test_what_grows_from_update_to_update_is_told() -> None:
