@@ -127,7 +127,9 @@ class EarlierGradients:
             if grad is not None and grad.layout != torch.strided:
                 self._check_sparse(param, earlier, fresh)
             elif param.label in between.wanted or (
-                left and (param.label in between.assumed or (not foreign and (mine or fresh)))
+                left
+                and not (lost and foreign)
+                and (param.label in between.assumed or (not foreign and (mine or fresh)))
             ):
                 self.kept.append((param, earlier, self.is_none(earlier)))
                 self.again |= replaced and param.label not in between.lasting | between.wanted
