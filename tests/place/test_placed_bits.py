@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -252,3 +253,45 @@ def test_two_devices_within_limits() -> None:
     model = placed(copy.deepcopy(eager), (X,), optimizer="AdamW")
     assert len(model.placement.plans[0].devices) == 2
     assert trained(model) == trained(eager) and same(model, eager)
+
+
+class Compares(nn.Module):
+    """Asks whether its arguments are one tensor, as nn.MultiheadAttention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        out = self.last(self.first(query).relu())
+        return out * 3 + key if key is query else out * 2 + key  # type: ignore[no-any-return]
+
+
+def test_one_tensor_as_two_arguments_stays_one() -> None:
+    torch.manual_seed(0)
+    model = Compares()
+    plain = copy.deepcopy(model)
+    graphir.place(model, (X, X), device_map={"first": 0, "last": 1}, binding="cpu")
+    for alike in (True, False, True):
+        found = []
+        for net in (model, plain):
+            x = X.clone().requires_grad_()
+            net.zero_grad()
+            out = net(x, x if alike else x * 1)
+            out.square().sum().backward()
+            found.append((out, x.grad, *(param.grad for param in net.parameters())))
+        assert all(map(torch.equal, *found)), alike
+
+
+def test_a_compiled_model_inside_is_placed_too() -> None:
+    """graphir.compile has a hook on the model, which a copy keeps and a pickle does not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8))
+    plain = copy.deepcopy(model)
+    with graphir.compile(model[0], (X,), session={"binding": "cpu"}), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        placed_ones = (model, copy.deepcopy(model))
+        for net in placed_ones:
+            graphir.place(net, (X,), device_map={"0": 0, "1": 1}, binding="cpu")
+            assert torch.equal(net(X), plain(X))
+        assert b"graphir" not in pickle.dumps(copy.deepcopy(plain)) and b"behind" not in pickle.dumps(model[0])

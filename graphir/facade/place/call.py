@@ -27,7 +27,8 @@ class PlacedCall(NamedTuple):
     Attributes:
         args, kwargs: as given.
         leaves: of both, in their order.
-        graded: the positions of the leaves that need a gradient, where gradients are computed.
+        graded: the positions of the leaves that need a gradient, where gradients are computed; of those that are one
+            tensor, the first.
         kind: equal for calls that one plan may stand for.
     """
 
@@ -59,14 +60,16 @@ def read_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], modes: Sequence[
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
     graded: list[int] = []
     described: list[Hashable] = []
+    first: dict[int, int] = {}
     grades = torch.is_grad_enabled()
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             if type(leaf) not in PLAIN or leaf.layout != torch.strided or leaf.is_meta:
                 raise Unfit(f"an argument is a {type(leaf).__name__} of layout {leaf.layout} on {leaf.device}")
-            if grades and leaf.requires_grad:
+            same = first.setdefault(id(leaf), i)  # a forward may ask whether two arguments are one tensor
+            if grades and leaf.requires_grad and same == i:
                 graded.append(i)
-            described.append((leaf.dtype, leaf.dim(), _order(leaf), grades and leaf.requires_grad))
+            described.append((leaf.dtype, leaf.dim(), _order(leaf), grades and leaf.requires_grad, same))
         elif isinstance(leaf, _SCALARS):
             described.append((type(leaf), repr(leaf)))
         else:

@@ -45,7 +45,8 @@ def programs_of(
 ) -> tuple[Program, Program]:
     """The program of a call, which returns the leaves of a *shape*; and the program whose backward takes the
     gradients of all outputs that need one."""
-    args, kwargs = pytree.tree_map_only(Tensor, _leaf, (call.args, call.kwargs))
+    leaves = {id(leaf): _leaf(leaf) for leaf in call.leaves if isinstance(leaf, Tensor)}  # one tensor stays one
+    args, kwargs = pytree.tree_map_only(Tensor, lambda given: leaves[id(given)], (call.args, call.kwargs))
     made = partial(parts.captured, args, kwargs=kwargs, output=shape.leaves, **options)
     graded = torch.is_grad_enabled() and (bool(call.graded) or any(p.requires_grad for p in parts.model.parameters()))
     if not graded:
