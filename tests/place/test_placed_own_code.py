@@ -813,3 +813,42 @@ def test_what_a_forward_changes_around_the_model_is_told() -> None:
         with pytest.warns(EagerWarning, match=f"a forward in {kind.__name__} changes 'AUX', which a plan does not do"):
             graphir.place(kind(Layer()), (X,))
         assert AUX == []
+
+
+class Interrupted(nn.Module):
+    """Own code that Ctrl-C strikes once, between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x) * (x.sum().item() > -1e9)
+        if STRIKES and STRIKES.pop():
+            raise KeyboardInterrupt
+        return out
+
+
+STRIKES: list[bool] = []
+
+
+class Gathers(nn.Module):
+    """Own code whose shapes follow the data, so that plans fail where these are others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x[(x.mean(1) > 0).nonzero().flatten()], x[:2]])
+
+
+def test_a_call_that_was_interrupted_leaves_nothing() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Interrupted(), Gathers(), nn.Linear(8, 4))
+    plain, x = copy.deepcopy(model), torch.randn(6, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        graphir.place(model, (x,), device_map={"0": 0, "1": 1, "2": 1, "3": 0}, binding="cpu")
+        STRIKES.append(True)
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        for seed in range(4):
+            x = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed))
+            assert torch.equal(model(x), plain(x))

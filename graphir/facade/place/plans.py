@@ -224,6 +224,9 @@ class PlacedPlans:
                 outputs = self._forward(dims, given, step)
         except RunError as e:
             raise Failed(self, e, step, self._eager.taken().done) from None
+        except BaseException:  # Ctrl-C: nobody goes on from what own code has done
+            self._eager.taken()
+            raise
         graphs = self._eager.taken()
         graphs.done.clear()
         values = {
