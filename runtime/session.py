@@ -501,9 +501,9 @@ class Session(Stepping):
         """
         with self._between_steps():
             kept = self._state.gradients(replica)
-            if not self._gather.others and kept is not None:
-                return kept
             if not self._gather.others:
+                if kept is not None:
+                    return kept
                 what, fix = "the program hands back no gradients", "capture it with a loss, without an optimizer"
                 raise SessionError(what, where=self._where(), fix=fix)
             if not self._outputs:

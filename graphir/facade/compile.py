@@ -301,9 +301,10 @@ class Compiled:
                 raise
             # Its sizes are fixed, and the shares of this batch are not equal; or a share is too small for the model.
             session, result = self._stepped(self._made_alone, arguments, guard, args, kwargs)
-        dropped, self._earlier = self._cache.keep(guard, session), []
-        for old in dropped:
+        dropped = self._cache.keep(guard, session)
+        for old in (*dropped, *self._earlier):
             old.close()
+        self._earlier = []
         text = f"the step of {session.plan.name!r} was captured anew: {why}"
         kept = f"; {self._most_plans} plans are kept, the one not used for longest was dropped" if dropped else ""
         warn(text + kept, RecaptureWarning)
@@ -364,11 +365,15 @@ class Compiled:
         return next((s for s in sessions if s.plan.program.interface.optimizers), sessions[0])
 
     def _drop_behind(self) -> None:
-        """Drop plans that do not begin with all gradients which steps beside leave."""
+        """Drop plans that do not begin with all gradients which steps beside leave. One is kept until there is another:
+        the state is reached through a session."""
         self._seen = self._group.grown
         behind = [session for session in self._cache.plans if self._touched.get(session, set()) & self._group.lasting]
-        self._earlier = self._earlier or behind[:1]
         self._cache.drop(behind)
+        self._earlier += behind
+        for session in self._earlier[1:]:
+            session.close()
+        del self._earlier[1:]
 
     def run(self, loader: Iterable[Any], steps: int | None = None, progress: bool = True) -> list[Any]:
         """Steps on the batches of a loader, as :meth:`graphir.runtime.Session.run`; captures anew as :meth:`step` does.
@@ -469,8 +474,6 @@ class Compiled:
         limits, options = None, self._session_options
         if self._placing is not None:
             limits, options = self._placing.limits_of(plan), {**options, "binding": self._placing.binding_of(plan)}
-        if beside is not None:  # steps are counted together
-            options = {name: value for name, value in options.items() if name != "steps_done"}
         state = {**captured.state, **self._state}
         followed = self._optimizers() if captured.interface.optimizers and not self._group.followed else None
         session = Session(
@@ -483,6 +486,7 @@ class Compiled:
             optimizer=followed,
             **options,
         )
+        self._session_options.pop("steps_done", None)  # from here on, all sessions count together
         self._group.add(session, captured)
         self._writes |= _writes(captured)
         if captured.witness.between is not None:
@@ -517,8 +521,7 @@ class Compiled:
         assert isinstance(captured.witness, StepWitness)  # it was captured here
         self._cache.leave_out(guard, captured.witness.changed)
         lent = captured.witness.lend()
-        options = {name: value for name, value in self._session_options.items() if name != "steps_done"}
-        return Session(plan, state, beside=beside, lent=lent, **options)
+        return Session(plan, state, beside=beside, lent=lent, **self._session_options)
 
     def _captured(self, arguments: Arguments, replicas: int) -> Program:
         """The step of one of some replicas that share the batch."""
@@ -650,7 +653,7 @@ class Compiled:
     def close(self) -> None:
         """End the threads of every session. What is closed refuses everything else."""
         self._behind.end()
-        for session in self._cache.plans:
+        for session in (*self._cache.plans, *self._earlier):
             session.close()
 
     def __reduce__(self) -> NoReturn:

@@ -8,6 +8,7 @@ each; later steps look it up and slice.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
@@ -293,24 +294,29 @@ class Scatter:
         name = self.program.interface.feeds[i].blob
         return None if name is None else self.program.step.blobs.get(self.program.blob_of(name))
 
+    @cached_property
+    def _micro(self) -> int:
+        """The number of micro-batches."""
+        return micro_batches(self.program.step.blobs)
+
     def chunks(self, i: int, leaf: Tensor, dim: int) -> list[tuple[int, int]]:
         """Start and length of the rows of each replica that shares in the batch, see :meth:`Program.divided`;
         micro-batches are equally long."""
-        size, (_, parts), micro = leaf.shape[dim], self.rows(i) or ("", 1), micro_batches(self.program.step.blobs)
-        rows = f"{self.arguments.names[i]} has {counted(size, 'row')} along dimension {dim}"
-        where = f"program {self.program.name!r}"
+        size, (_, parts), micro = leaf.shape[dim], self.rows(i) or ("", 1), self._micro
         if size % micro:
             raise CoverageError(
-                f"{rows}, which {micro} micro-batches do not divide",
-                where=where,
+                f"{self.arguments.names[i]} has {counted(size, 'row')} along dimension {dim}, which {micro} "
+                "micro-batches do not divide",
+                where=f"program {self.program.name!r}",
                 fix=f"give {-(-size // micro) * micro} rows, or another multiple of {micro}",
             )
         lengths = [micro * share for share in self.program.divided(size // micro)]
         if any(length % parts for length in lengths):
             share = "" if len(lengths) == 1 else f", in shares of {', '.join(map(str, lengths))}"
             raise CoverageError(
-                f"{rows}{share}, and the program cuts a share into {parts} equal parts",
-                where=where,
+                f"{self.arguments.names[i]} has {counted(size, 'row')} along dimension {dim}{share}, and the program "
+                f"cuts a share into {parts} equal parts",
+                where=f"program {self.program.name!r}",
                 fix=f"give a multiple of {parts} rows to each replica",
             )
         if 0 in lengths:

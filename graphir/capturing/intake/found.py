@@ -29,7 +29,7 @@ _STATEFUL: Final = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler
 
 
 class Between(NamedTuple):
-    """What is known of the gradients between the steps of a function, by the blobs of parameters.
+    """Which gradients last between the steps of a function, as far as recordings tell, by the blobs of parameters.
 
     Attributes:
         wanted: those that programs beside keep.
@@ -51,7 +51,7 @@ class Between(NamedTuple):
 
     @classmethod
     def beside(cls, program: object) -> Between:
-        """What is known beside a program; None: there is none.
+        """The knowledge with which a function begins that is captured beside a program; None: there is no program.
 
         Raises:
             CaptureError: it is no program.

@@ -141,8 +141,10 @@ class EarlierGradients:
             if mine or zeroed or (param.index not in made and param.index in updated and not left):
                 between.cleared.add(param.label)
                 self.again = True
+        if self.again:
+            return
         self._check_cleared()
-        for param, earlier, is_none in self.kept if not self.again else ():
+        for param, earlier, is_none in self.kept:
             self._leave(param, earlier, is_none, made)
 
     def _check_cleared(self) -> None:
@@ -204,8 +206,8 @@ class EarlierGradients:
             call.phase, call.scope = "update", param.scope
 
     def first_values(self) -> Iterator[tuple[Value, torch.Tensor]]:
-        """What the gradients that last are at first, those of the parameters or none, and the numbers that say which;
-        to be asked behind the recording."""
+        """The first value of each gradient that lasts, and of its number: the parameter's own gradient, or none. Only a
+        caller outside of the recording may ask: the values are real tensors."""
         for param, earlier, is_none in self.kept:
             real = self._params[id(param.tensor)]
             none = real.detach().new_full((), -0.0).expand(real.shape)

@@ -211,7 +211,8 @@ class FunctionRun:
         return found
 
     def _add(self, param: Value, grad: Value) -> None:
-        """Add to the gradient of a parameter. What an update has read or changed is whole: so is what is added."""
+        """Add to the gradient of a parameter. A gradient that an update has read or changed is whole, so the addition
+        belongs to the update."""
         recorder, held = self._recorder, param.tensor.grad
         self._parts.append((param, grad))
         if held is None:
@@ -440,7 +441,7 @@ class FunctionRun:
             )
 
     def first_values(self) -> Iterator[tuple[Value, torch.Tensor]]:
-        """What gradients are that last from step to step, before the first step."""
+        """The first values of the gradients that last from step to step."""
         return self._earlier.first_values()
 
     @property
