@@ -187,7 +187,7 @@ def _refuse_sparse_outputs(recording: Recording, named: Sequence[str]) -> None:
     for index in recording.sparse_gradients:
         raise CaptureError(
             f"{named[index]!r} has a sparse gradient, which a program can't return",
-            fix="pass optimizer=, or use sparse=False",
+            fix="use sparse=False, or capture or compile the step with its optimizer",
         )
 
 
