@@ -852,3 +852,137 @@ def test_a_call_that_was_interrupted_leaves_nothing() -> None:
         for seed in range(4):
             x = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed))
             assert torch.equal(model(x), plain(x))
+
+
+class Around(Within):
+    """Reads the argument of the module inside before that module has it, and after."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.last(self.first(x)).detach()
+        return self.inner(x) + before + self.last(self.first(x)) + x  # type: ignore[no-any-return]
+
+
+class AroundActivation(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 1.5)
+
+
+@pytest.mark.parametrize("cls", [Around, AroundActivation])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_an_overwritten_argument_is_what_it_is_in_the_model(cls: type[Within], mode: Callable[[], Any]) -> None:
+    model, twin = pair(lambda: Rare(lambda _, x: x.clamp_(-10, 10)), cls)
+    for x in (X, X * 1000, X):
+        given, other = x.clone(), x.clone()
+        with mode(), warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found, expected = twin(given), model(other)
+        assert torch.equal(found, expected) and torch.equal(given, other)
+        assert any("overwrites an argument" in str(w.message) for w in told) == (x.max() > 100)
+        if mode is torch.enable_grad:
+            for net, out in ((model, expected), (twin, found)):
+                net.zero_grad()
+                with torch.enable_grad():
+                    out.square().sum().backward()
+            assert same(gradients(twin), gradients(model))
+
+
+def test_a_buffer_that_other_parts_read_is_not_overwritten_unheard() -> None:
+    class Reads(Within):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(self.last(self.first(x))) @ self.inner.mean.diag()  # type: ignore[no-any-return,operator,union-attr]
+
+    _, twin = pair(lambda: Rare(lambda m, _: m.mean.add_(1)), Reads)  # type: ignore[operator]
+    with pytest.raises(
+        RuntimeError, match=r"the own code of 'Rare' .* overwrites a parameter or buffer that other parts"
+    ):
+        twin(X * 1000)
+
+
+def test_a_graph_that_own_code_leaves_elsewhere_is_told_in_its_backward() -> None:
+    found: list[Tensor] = []
+    model, twin = pair(lambda: Rare(lambda m, x: found.append(m.layer(x).square().mean())))
+    for net in (model, twin):
+        out = net(X * 1000).sum() + found[-1]
+        if net is model:
+            out.backward()
+            continue
+        with pytest.raises(RuntimeError, match=r"the own code of 'Rare' .* has left a tensor with a graph elsewhere"):
+            out.backward()
+
+
+def test_what_own_code_reads_beyond_its_own_has_its_gradient() -> None:
+    class Borrows(Layer):
+        lent: list[nn.Module]
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = super().forward(x)
+            return found + self.lent[0](x) if x.abs().max().item() > 20 else found
+
+    class Lends(Within):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__(inner)
+            self.extra = nn.Linear(8, 8)
+            inner.lent = [self.extra]  # type: ignore[assignment]
+
+    torch.manual_seed(0)
+    model = Lends(Borrows())
+    twin = copy.deepcopy(model)
+    with pytest.warns(EagerWarning):
+        graphir.place(twin, (X,), device_map={"first": 0, "last": 1, "inner": 1, "extra": 0})
+    for x in (X, X * 1000, X * 1000, X):
+        for net in (model, twin):
+            net.zero_grad()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                net(x).sum().backward()
+        assert same(gradients(twin), gradients(model))
+
+
+def test_an_argument_with_an_attribute_runs_the_model_s_own_code() -> None:
+    class Weighs(Within):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x)) * getattr(x, "weight", 1.0)  # type: ignore[no-any-return]
+
+    model, x = Weighs(nn.Identity()), X.clone()
+    twin = copy.deepcopy(model)
+    graphir.place(twin, (X,), device_map={"first": 0, "last": 1})
+    x.weight = 3.0  # type: ignore[attr-defined]
+    with pytest.warns(EagerWarning, match="an argument has an attribute, 'weight', that is set on the tensor"):
+        assert torch.equal(twin(x), model(x))
+
+
+class Centred(Layer):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        out = self.layer(x) - self.mean
+        return out * 2 if mask.any() else out
+
+
+class Masked(Within):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        return self.inner(self.last(self.first(x)), mask)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("change", ["mean", "bias", "mask"])
+def test_what_an_own_backward_does_not_read_may_change_before_it(change: str) -> None:
+    torch.manual_seed(0)
+    model, mask = Masked(Centred()), torch.ones(6, dtype=torch.bool)
+    twin = copy.deepcopy(model)
+    with pytest.warns(EagerWarning):
+        graphir.place(twin, (X, mask), device_map={"first": 0, "last": 0, "inner": 1})
+    for net in (model, twin):
+        mask.fill_(True)
+        out = net(X, mask)
+        with torch.no_grad():
+            changed = {"mean": net.inner.mean, "bias": net.inner.layer.bias, "mask": mask}[change]  # type: ignore[union-attr]
+            changed.zero_()  # type: ignore[operator]
+        out.square().mean().backward()
+    assert same(gradients(twin), gradients(model))
+
+
+def test_what_an_own_backward_reads_may_not_change_before_it() -> None:
+    _, twin = pair(Layer)
+    out = twin(X)
+    with torch.no_grad():
+        twin.inner.layer.weight.mul_(0)  # type: ignore[union-attr,operator]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

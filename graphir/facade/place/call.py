@@ -66,6 +66,8 @@ def read_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], modes: Sequence[
         if isinstance(leaf, Tensor):
             if type(leaf) not in PLAIN or leaf.layout != torch.strided or leaf.is_meta:
                 raise Unfit(f"an argument is a {type(leaf).__name__} of layout {leaf.layout} on {leaf.device}")
+            if vars(leaf):  # which a forward may read
+                raise Unfit(f"an argument has an attribute, {next(iter(vars(leaf)))!r}, that is set on the tensor")
             same = first.setdefault(id(leaf), i)  # a forward may ask whether two arguments are one tensor
             if grades and leaf.requires_grad and same == i:
                 graded.append(i)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import FunctionType
@@ -53,6 +53,10 @@ class EagerParts:
 
     def _graphs_of(self) -> Graphs:
         return self._graphs
+
+    def lend(self, memory: Container[int]) -> None:
+        """Name the memory that is not the own of the plan that is to run, as :attr:`.Graphs.lent` does."""
+        self._graphs.lent = memory
 
     def taken(self) -> Graphs:
         """The graphs that modules' own code has left since the last time; who holds them may go back through them."""

@@ -37,7 +37,7 @@ from .call import PlacedCall
 from .captured import PlacedOutput, each_once, programs_of
 from .eager import EagerParts
 from .homes import Homes
-from .own_code import NAMESPACE, Done, Graphs, unhooked
+from .own_code import BACKWARDS, NAMESPACE, Done, Graphs, storages, unhooked
 
 __all__ = ["Failed", "PlacedPlans"]
 
@@ -133,7 +133,9 @@ class PlacedPlans:
         self._forward = Function(self.plans[0], self._state.tensors, homes.binding)
         self._scatter = Scatter(forward, self._forward.places, witness=witness_of(forward, forward))
         self._random = any(op.seed is not None for op in program.step.ops)
-        self._own_code = any(op.type.startswith(NAMESPACE) for op in program.step.ops)
+        self._own_code = any(op.type.startswith(f"{NAMESPACE}.") for op in program.step.ops)
+        shared = _shared_with_own_code(captured)
+        self._shared = storages([tensor for name, tensor in {**lent, **entries}.items() if name in shared])
         fetches = forward.interface.fetches
         returned = list(dict.fromkeys([str(fetch.blob) for fetch in fetches if fetch.blob is not None]))
         if not returned:
@@ -157,7 +159,7 @@ class PlacedPlans:
             of_leaf = [i for _, i in self._leaves]
             kept = {n: t for n, t in {**lent, **entries}.items() if n not in self._state.written}
             kept = {n: t for n, t in kept.items() if not t.is_inference()}
-            read = set(plan.step.external_inputs)
+            read = _numbers_read(halves.backward)
             again = list(kept.values())
             if self._own_code:
                 again += [tensor for tensor in guard.plain if not tensor.is_inference()]
@@ -165,8 +167,8 @@ class PlacedPlans:
                 twin,
                 halves,
                 function,
-                [name for name in halves.saved if name not in self.consumed],
-                self.consumed,
+                [name for name in halves.saved if name in read and name not in self.consumed],
+                [name for name in halves.saved if name not in read or name in self.consumed],
                 [i for i, name in enumerate(kept) if name in read],
                 {name: entries[name] for name in whole.interface.gradients},
                 of_leaf,
@@ -219,6 +221,8 @@ class PlacedPlans:
     def _run(self, call: PlacedCall, dims: Dims, given: Sequence[Tensor], step: int) -> tuple[_Ran, dict[str, Tensor]]:
         """Run the forward plan; what it was given and has returned, by name."""
         self._state.broadcast()
+        if self._own_code:
+            self._eager.lend(storages(given) | self._shared)
         try:
             with self._state.restored_if_it_fails() as before:
                 outputs = self._forward(dims, given, step)
@@ -259,7 +263,7 @@ class _Backward:
         halves: the programs.
         function: runs the backward.
         visible: the saved values that others may overwrite.
-        consumed: those that nobody has but the call.
+        hidden: the others: those that nobody has but the call, and those whose numbers the backward does not read.
         checked: which of the model's own tensors, as *earlier* has them, the backward reads.
         params: the parameters that need a gradient, by name.
         of_leaf: of each leaf that the model returns, its number among the tensors that it returns.
@@ -279,7 +283,7 @@ class _Backward:
         halves: Halves,
         function: Function,
         visible: Sequence[str],
-        consumed: Sequence[str],
+        hidden: Sequence[str],
         checked: Sequence[int],
         params: Mapping[str, Tensor],
         of_leaf: Sequence[int | None],
@@ -294,7 +298,7 @@ class _Backward:
     ) -> None:
         self._twin, self._function, self._told = twin, function, told
         self._earlier, self._parts, self._lock, self._random = earlier, parts, lock, random
-        self.visible, self.consumed, self._checked = visible, consumed, checked
+        self.visible, self._hidden, self._checked = visible, hidden, checked
         backward: Program = halves.backward
         self._blobs = backward.step.blobs
         slots = [str(slot.blob) for slot in backward.interface.feeds]
@@ -310,7 +314,7 @@ class _Backward:
         at = {name: i for i, name in enumerate(function.outputs)}
         results = [*[gradients.get(name, "") for name in params], *[of_inputs.get(feeds[i], "") for i in graded]]
         self._results = [at.get(name) for name in results]
-        order = {name: i for i, name in enumerate((*visible, *consumed, *slots))}
+        order = {name: i for i, name in enumerate((*visible, *hidden, *slots))}
         self._order = [order[name] for name in function.inputs]
         self._given = [(i, self._blobs[slot]) for slot, i in self._slots.items() if i is not None]
         self._sized: tuple[Dims, Sequence[tuple[tuple[int, ...], tuple[int, ...]]]] | None = None
@@ -322,7 +326,7 @@ class _Backward:
         aliases = [t.detach() for t in outputs if t.untyped_storage()._cdata in memory]
         ctx.aliases, ctx.written = aliases, [t._version for t in aliases]
         ctx.save_for_backward(*[values[name] for name in self.visible])
-        ctx.hidden = [values[name] for name in self.consumed]
+        ctx.hidden = [values[name] for name in self._hidden]
         ctx.versions, ctx.given = self._earlier.versions(), ran.call.versions()
         ctx.ran = ran
 
@@ -439,6 +443,28 @@ class _Node(torch.autograd.function._SingleLevelFunction):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return (None, None, *ctx.node(ctx, grads))
+
+
+def _shared_with_own_code(program: Program) -> set[str]:
+    """The names of the state that a module's own code has, and that something else in the program reads."""
+    step = program.step
+    readers: dict[str, set[str]] = {}
+    for op in step.ops:
+        if not op.type.startswith(f"{BACKWARDS}."):
+            for name in op.inputs:
+                readers.setdefault(step.blobs[name].storage, set()).add(op.type)
+    shared = {
+        storage
+        for storage, types in readers.items()
+        if len(types) > 1 and any(type.startswith(f"{NAMESPACE}.") for type in types)
+    }
+    return {name for name, blob in step.blobs.items() if name in program.state and blob.storage in shared}
+
+
+def _numbers_read(program: Program) -> set[str]:
+    """The blobs that operators of a backward read, but those of which modules' own backwards take the sizes alone: what
+    these have saved torch looks after."""
+    return {name for op in program.step.ops if not op.type.startswith(f"{BACKWARDS}.") for name in op.inputs}
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -5,13 +5,14 @@ changes beside its outputs no program says, so that trials (:mod:`.trial`) refus
 only where some numbers ask for it happens once, as in the module itself.
 """
 
-from .call import DRAWN_SEEDS, OwnCall, read_own_call, seeded_alone
+from .call import DRAWN_SEEDS, OwnCall, read_own_call, seeded_alone, storages
 from .done import Done
 from .hooks import unhooked
-from .operator import NAMESPACE, Graphs, OwnCode
+from .operator import BACKWARDS, NAMESPACE, Graphs, OwnCode
 from .trial import tried
 
 __all__ = [
+    "BACKWARDS",
     "DRAWN_SEEDS",
     "NAMESPACE",
     "Done",
@@ -20,6 +21,7 @@ __all__ = [
     "OwnCode",
     "read_own_call",
     "seeded_alone",
+    "storages",
     "tried",
     "unhooked",
 ]

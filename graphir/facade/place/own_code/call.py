@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Final, NamedTuple
 from weakref import ref
@@ -16,13 +16,27 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...plan_cache.inventory import VALUES
 
-__all__ = ["DRAWN_SEEDS", "TENSOR", "OwnCall", "others_of", "read_own_call", "seeded_alone", "storages"]
+__all__ = [
+    "DRAWN_SEEDS",
+    "TENSOR",
+    "NoOperatorError",
+    "OwnCall",
+    "others_of",
+    "read_own_call",
+    "seeded_alone",
+    "storage_of",
+    "storages",
+]
 
 DRAWN_SEEDS: Final = 2**62
 """How many seeds there are, of which a call that draws is given one."""
 
 TENSOR: Final = object()
 """Stands for a tensor among the leaves of arguments and outputs."""
+
+
+class NoOperatorError(RuntimeError):
+    """A module's own code has done what no operator does; the module is what the sentence begins with."""
 
 
 class OwnCall(NamedTuple):
@@ -71,7 +85,7 @@ class OwnCall(NamedTuple):
             returned: is given what the code has returned, before that is checked.
 
         Raises:
-            RuntimeError: the code does to an argument what no operator does.
+            NoOperatorError: the code does to an argument what no operator does.
         """
         # A leaf cannot be overwritten, but what eager PyTorch gives the code is none.
         given = [torch.ops.aten.alias(t) if t.requires_grad else t for t in arguments]
@@ -87,21 +101,30 @@ class OwnCall(NamedTuple):
             returned(output)
         after, spec = pytree.tree_flatten((args, kwargs))
         if spec != self.spec or any(a is not b for a, b in zip(after, leaves, strict=True)):
-            raise RuntimeError("it changes a list or dict that it is given")
+            raise NoOperatorError("it changes a list or dict that it is given")
         for i, (tensor, place) in enumerate(zip(given, places, strict=True)):
             if not tensor.is_set_to(place):
-                raise RuntimeError("it sets .data of an argument")
+                raise NoOperatorError("it sets .data of an argument")
             if tensor._backward_hooks or tensor._post_accumulate_grad_hooks or tensor.retains_grad:
-                raise RuntimeError("it puts a hook on the gradient of an argument")
+                raise NoOperatorError("it puts a hook on the gradient of an argument")
             if tensor.requires_grad != (i in self.graded):
-                raise RuntimeError("it sets requires_grad of an argument")
+                raise NoOperatorError("it sets requires_grad of an argument")
             if vars(tensor):
-                raise RuntimeError("it sets an attribute of an argument")
+                raise NoOperatorError("it sets an attribute of an argument")
         return pytree.tree_flatten(output)
 
-    def leaves(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        """The arguments among the operands, without their history."""
-        return [t.detach().requires_grad_(i in self.graded) for i, t in enumerate(operands[: self.given])]
+    def leaves(self, operands: Sequence[Tensor], lent: Container[int] = ()) -> list[Tensor]:
+        """The arguments among the operands, without their history.
+
+        Args:
+            operands: of a call.
+            lent: memory that is not the plan's own: what the code could overwrite there is copied.
+        """
+        with torch.inference_mode(False):  # which have versions
+            return [
+                t.detach().requires_grad_() if i in self.graded else _alone(t, lent)
+                for i, t in enumerate(operands[: self.given])
+            ]
 
 
 def read_own_call(
@@ -143,6 +166,15 @@ def read_own_call(
     return OwnCall(ref(module), spec, others, len(arguments), places, graded, grads, kind, cast, key, loose), operands
 
 
+def _alone(tensor: Tensor, lent: Container[int]) -> Tensor:
+    """A tensor that needs no gradient, with a version where its maker gave it none."""
+    if storage_of(tensor) in lent:
+        return tensor.clone()
+    if not tensor.is_inference():
+        return tensor.detach()
+    return tensor.new_empty(0).set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
 @cache
 def _of_fakes() -> frozenset[str]:
     """The attributes that each fake tensor has; the first who asks is being recorded."""
@@ -157,7 +189,13 @@ def others_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 def storages(tensors: Iterable[Tensor]) -> set[int]:
     """The memory of tensors: what tells a storage from others that are alive."""
-    return {t.untyped_storage()._cdata for t in tensors}
+    return set(map(storage_of, tensors))
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The memory of a tensor, as :func:`storages` tells it."""
+    found: int = tensor.untyped_storage()._cdata
+    return found
 
 
 @contextlib.contextmanager

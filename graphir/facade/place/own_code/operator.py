@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, NoReturn, Protocol
 from weakref import ref
 
 import torch
@@ -16,15 +16,18 @@ from torch.utils import _pytree as pytree
 from ....ir.registration import register_operator
 from ....parallel.again import requiring_gradients
 from ...plan_cache.inventory import is_same
-from .call import DRAWN_SEEDS, TENSOR, OwnCall, others_of
+from .call import DRAWN_SEEDS, TENSOR, NoOperatorError, OwnCall, others_of, storage_of
 from .done import Done
 from .hooks import unhooked
 from .trial import Meta, Trial, checked, reached, tried
 
-__all__ = ["NAMESPACE", "Graphs", "OwnCode"]
+__all__ = ["BACKWARDS", "NAMESPACE", "Graphs", "OwnCode"]
 
-NAMESPACE: Final = "placed."
-"""What the types of such operators begin with."""
+NAMESPACE: Final = "placed"
+"""Of such operators."""
+
+BACKWARDS: Final = "placed_backward"
+"""The namespace of their backwards: of operands these read the sizes alone."""
 
 _OVERWRITES: Final = "leaf Variable that requires grad is being used in an in-place operation"
 """What torch says where code overwrites an argument, which is a leaf here and none in the model."""
@@ -67,9 +70,12 @@ class Graphs:
     Attributes:
         retained: whether a backward leaves them for another one.
         done: the calls themselves, until the plan has ended.
+        lent: the memory that is not the plan's own: of the caller's tensors, and of the model's that captured parts of
+            it read, too.
     """
 
     def __init__(self) -> None:
+        self.lent: Container[int] = ()
         self._keys: list[int] = []
         self.retained = False
         self.done: list[Done] = []
@@ -115,12 +121,12 @@ class OwnCode:
         self.draws = trial.drew
         self._trials: dict[object, Trial] = {}
         self._backwards: dict[tuple[int, ...], Any] = {}
-        self._name = f"placed::{name}_{next(_numbers)}"
+        self._kind, self._name = name, f"{name}_{next(_numbers)}"
         self._operands = [*(["seed"] if trial.drew else []), *[f"a{i}" for i in range(count)]]
-        schema = _schema(self._name, self._operands, len(trial.outputs) + bool(trial.gradients))
+        schema = _schema(NAMESPACE, self._name, self._operands, len(trial.outputs) + bool(trial.gradients))
         self._forward = register_operator(schema, kernel=self._run, fake=self._like_outputs)
         if trial.gradients:
-            torch.library.register_autograd(self._name, self._derive, setup_context=_keep)
+            torch.library.register_autograd(f"{NAMESPACE}::{self._name}", self._derive, setup_context=_keep)
 
     def admit(self, operands: Sequence[Tensor], trial: Trial) -> None:
         """Note a trial of operands that are to come.
@@ -169,10 +175,10 @@ class OwnCode:
     def _backward(self, came: tuple[int, ...], trial: Trial) -> Any:
         """The operator of a backward of some outputs."""
         if came not in self._backwards:
-            name = f"{self._name}_backward{''.join([f'_{i}' for i in came])}"
+            name = f"{self._name}{''.join([f'_{i}' for i in came])}"
             given = [*[f"g{i}" for i in came], "graph", *self._operands[self.draws :]]
             self._backwards[came] = register_operator(
-                _schema(name, given, len(trial.gradients)),
+                _schema(BACKWARDS, name, given, len(trial.gradients)),
                 kernel=partial(self._run_back, came),
                 fake=partial(self._like_gradients, came),
             )
@@ -185,18 +191,34 @@ class OwnCode:
         trial, module = self._trial(operands), call.module()
         if module is None:
             raise RuntimeError("the module is gone")
-        arguments = call.leaves(operands)
-        known = [*arguments, *module.parameters(), *module.buffers()]
-        done, ran = Done(call, known), self._of().graphs().done
-        ran.append(done)
+        graphs = self._of().graphs()
+        arguments, state = call.leaves(operands, graphs.lent), [*module.parameters(), *module.buffers()]
+        known = [*arguments, *state]
+        for i in call.graded:
+            if i < call.given:  # the graph of another tensor than the outputs would end here
+                arguments[i].register_post_accumulate_grad_hook(partial(_raise_elsewhere, self._kind))
+        before = list(map(_version, known))
+        done = Done(call, known)
+        graphs.done.append(done)
         try:
             with _recorded(), torch.set_grad_enabled(call.grads):  # kernels may be others without
                 leaves, _ = call(module, arguments, given[0] if self.draws else None, done.returned)
+        except NoOperatorError as e:
+            done.error = self._unlike(str(e))
+            raise done.error from None
         except Exception as e:
             if _OVERWRITES in str(e):  # in the model itself, it may
-                ran.remove(done)
+                graphs.done.remove(done)
             done.error = e
             raise
+        written = [i for i, tensor in enumerate(known) if _version(tensor) != before[i]]
+        if any(storage_of(known[i]) in graphs.lent for i in written if i >= call.given):
+            done.error = self._unlike("it overwrites a parameter or buffer that other parts of the model read")
+            raise done.error
+        overwritten = {i: arguments[i].detach() for i in written if i < call.given}
+        if overwritten:
+            done.overwrote(overwritten)
+            raise RuntimeError("it overwrites an argument, which it did not when it was tried")
         if not is_same(others_of(leaves), first.leaves):
             raise RuntimeError("it returns other things that are no tensors than when it was tried")
         outputs = checked(known, leaves, set())
@@ -205,7 +227,7 @@ class OwnCode:
             raise RuntimeError("gradients of it go to other operands than when it was tried")
         made = [meta.laid_out(t.detach()) for meta, t in zip(trial.outputs, outputs, strict=True)]
         if trial.gradients:
-            key = self._of().graphs().keep(outputs, [known[i] for i in call.graded])
+            key = graphs.keep(outputs, [known[i] for i in call.graded])
             made.append(torch.tensor(key, device=place))
         return _one_or_all(made)
 
@@ -226,6 +248,13 @@ class OwnCode:
             )
         return _one_or_all([meta.laid_out(made[i]) for i, meta in trial.gradients.items()])
 
+    def _unlike(self, why: str) -> RuntimeError:
+        """The error of a call whose effects are no operator's."""
+        return RuntimeError(
+            f"the own code of {self._kind!r} in a placed model does what it did not when it was tried: {why}; let the "
+            "module return what it changes, or place the modules around it, each by itself"
+        )
+
     def _taken(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
         """The operands, without a seed."""
         return given[self.draws :]
@@ -242,16 +271,29 @@ class OwnCode:
         return (*([None] if self.draws else []), *[made.get(i) for i in range(len(own))])
 
 
+def _version(tensor: Tensor) -> int:
+    """The version of a tensor; 0 where it has none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _raise_elsewhere(kind: str, _: Tensor) -> NoReturn:
+    raise RuntimeError(
+        f"the own code of {kind!r} in a placed model has left a tensor with a graph elsewhere than in its outputs, as "
+        "it did not when it was tried, and no gradient goes from there to what comes before the module; let the module "
+        "return the tensor"
+    )
+
+
 def _keep(ctx: Any, inputs: Sequence[Tensor], output: Sequence[Tensor]) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[-1])
     ctx.save_for_backward(output[-1], *inputs)
 
 
-def _schema(name: str, taken: Sequence[str], count: int) -> str:
+def _schema(namespace: str, name: str, taken: Sequence[str], count: int) -> str:
     operands = ", ".join([f"Tensor {operand}" for operand in taken])
     results = ", ".join(["Tensor"] * count)
-    return f"{name}({operands}) -> {results if count == 1 else f'({results})'}"
+    return f"{namespace}::{name}({operands}) -> {results if count == 1 else f'({results})'}"
 
 
 def _one_or_all(tensors: Sequence[Tensor]) -> Any:

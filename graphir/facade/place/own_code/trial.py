@@ -19,7 +19,7 @@ from ...plan_cache import ModuleGuard
 from ...plan_cache.inventory import is_same
 from .call import OwnCall, others_of, storages
 
-__all__ = ["Meta", "Trial", "checked", "reached", "tried"]
+__all__ = ["Meta", "Trial", "checked", "leaves_beyond", "reached", "tried"]
 
 _LONGEST: Final = 120
 """Seconds after which a trial is taken to wait for the thread that waits for it."""
@@ -282,19 +282,30 @@ def reached(outputs: Sequence[Tensor], operands: Sequence[Tensor]) -> tuple[int,
     Raises:
         RuntimeError: it comes to other tensors, too.
     """
-    positions = {id(t): i for i, t in enumerate(operands)}
-    found = {positions[id(t)] for t in outputs if id(t) in positions}
+    if leaves_beyond(outputs, operands):
+        raise RuntimeError("a gradient of it goes to a tensor that is neither an argument nor its own")
+    found = {id(t) for t in (*outputs, *_leaves_of(outputs))}
+    return tuple([i for i, t in enumerate(operands) if id(t) in found])
+
+
+def leaves_beyond(outputs: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves that autograd comes to from outputs, and that are no operands."""
+    known = set(map(id, operands))
+    return [leaf for leaf in _leaves_of(outputs) if id(leaf) not in known]
+
+
+def _leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves that autograd comes to from outputs."""
+    found = []
     nodes = [t.grad_fn for t in outputs if t.grad_fn is not None]
     known = set(nodes)
     while nodes:
         node = nodes.pop()
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            if id(leaf) not in positions:
-                raise RuntimeError("a gradient of it goes to a tensor that is neither an argument nor its own")
-            found.add(positions[id(leaf)])
+            found.append(leaf)
         for following, _ in node.next_functions:
             if following is not None and following not in known:
                 known.add(following)
                 nodes.append(following)
-    return tuple(sorted(found))
+    return found
