@@ -57,7 +57,6 @@ class Inner(nn.Module):
         self.shapes = {(1, 2)}
         self.recent: deque[int] = deque([1], maxlen=2)
         self.tables = [torch.ones(4)]
-        self.params = [self.fc.weight]
         self.subclass = torch.ones(4).as_subclass(Subclass)
         self.book = SimpleNamespace(calls=0)
         self.python = random.Random(0)

@@ -50,6 +50,11 @@ class Between(NamedTuple):
     lasting: set[str]
 
     @classmethod
+    def none_of(cls, params: Iterable[str]) -> Between:
+        """The knowledge of a step that begins without the gradients of these parameters."""
+        return cls(frozenset(), frozenset(), frozenset(), set(params), set(), set(), set())
+
+    @classmethod
     def beside(cls, program: object) -> Between:
         """The knowledge with which a function begins that is captured beside a program; None: there is no program.
 

@@ -63,9 +63,12 @@ class TorchFunctions(TorchFunctionMode):
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
-        """The mode is active, and torch's modules take the kernels that they take without it."""
-        with self, replaced(torch.overrides, {"has_torch_function": _has_torch_function}):
-            yield
+        """The mode is active, once, and torch's modules take the kernels that they take without it."""
+        try:
+            with self, replaced(torch.overrides, {"has_torch_function": _has_torch_function}):
+                yield
+        finally:  # a handler holds the mode
+            self._handlers, self._standing = {}, None
 
 
 def _holds_some(values: Iterable[Any]) -> bool:

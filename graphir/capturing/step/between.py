@@ -18,13 +18,13 @@ none, and a step that updates by a gradient to which it adds nothing reads the n
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from ...errors import CaptureError, TrainingWarning, counted, warn
 from ...ir.program import GRADIENT, IS_NONE
-from ..intake.found import StepFunction
+from ..intake.found import Between
 from ..record.recorder import Recorder
 from ..record.values import RecordedCall, Value
 from .recorded_step import Recording
@@ -36,7 +36,9 @@ class EarlierGradients:
     """The gradients that an earlier step has left, during one run of a step.
 
     Args:
-        function: the step.
+        between: which gradients last, as far as recordings tell.
+        model: the module that the step uses.
+        optimizers: those of the step.
         recorder: records it.
         fakes: of its parameters and buffers, by the ``id`` of each.
 
@@ -47,11 +49,18 @@ class EarlierGradients:
             number that says whether there is none.
     """
 
-    def __init__(self, function: StepFunction, recorder: Recorder, fakes: Mapping[int, torch.Tensor]) -> None:
-        self._between, self._recorder = function.between, recorder
-        self._params = {id(fakes[id(p)]): p for p in function.model.parameters() if p.requires_grad}
+    def __init__(
+        self,
+        between: Between,
+        model: torch.nn.Module,
+        optimizers: Iterable[torch.optim.Optimizer],
+        recorder: Recorder,
+        fakes: Mapping[int, torch.Tensor],
+    ) -> None:
+        self._between, self._recorder = between, recorder
+        self._params = {id(fakes[id(p)]): p for p in model.parameters() if p.requires_grad}
         self._fakes = [fakes[id(param)] for param in self._params.values()]
-        groups = [group for optimizer in function.optimizers.values() for group in optimizer.param_groups]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._trained = {id(fakes[id(p)]) for group in groups for p in group["params"] if id(p) in fakes}
         self._of: dict[int, tuple[Value, Value]] = {}
         self._is_none: dict[int, Value] = {}

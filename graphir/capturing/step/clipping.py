@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad
 
 from ..record.recorder import Recorder
-from ..record.values import Value
+from ..record.values import RecordedCall, Value
 from .gradients import name_norms
 
-__all__ = ["Originals", "clipping_named"]
+__all__ = ["Originals", "clipping_named", "of_all_parameters"]
 
 
 class Originals:
-    """The gradients that others were made of by scaling and clipping, after which these are named."""
+    """The gradients that others were made of by scaling and clipping, after which these are named.
 
-    def __init__(self) -> None:
+    Args:
+        recorder: records what makes them.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._of: dict[int, Value] = {}
 
     def of(self, value: Value) -> Value:
@@ -32,6 +37,27 @@ class Originals:
         original = self.of(of)
         value.source, value.label = original, label
         self._of[value.index] = original
+
+    @contextlib.contextmanager
+    def changed(self, params: Sequence[torch.Tensor], label: str) -> Iterator[None]:
+        """Name what becomes of the gradients of parameters while this is active."""
+        recorder = self._recorder
+        with recorder.unseen():
+            before = [recorder.read(param.grad) for param in params if param.grad is not None]
+        first = len(recorder.calls)
+        yield
+        with recorder.unseen():
+            now = [recorder.read(param.grad) for param in params if param.grad is not None]
+        for value, original in zip(now, before, strict=True):
+            self.made(value, label, original)
+        of_all_parameters(recorder.calls[first:])
+
+
+def of_all_parameters(calls: Sequence[RecordedCall]) -> None:
+    """Let calls belong to no module where what they make belongs to no gradient."""
+    for call in calls:
+        if all(value.source is None for value in call.outputs):
+            call.scope = ""
 
 
 @contextlib.contextmanager
@@ -57,9 +83,7 @@ def clipping_named(recorder: Recorder, originals: Originals, refuse: Callable[[s
         total = total_norm(grads, norm_type, error, False)
         with recorder.unseen():
             name_norms(recorder.calls[first:], of, recorder.read(total))
-            for call in recorder.calls[first:]:
-                if all(value.source is None for value in call.outputs):
-                    call.scope = ""  # the call belongs to all parameters
+        of_all_parameters(recorder.calls[first:])
         return total
 
     def named_clip(params: Any, max_norm: float, norm: torch.Tensor, foreach: object = None) -> None:
@@ -67,18 +91,13 @@ def clipping_named(recorder: Recorder, originals: Originals, refuse: Callable[[s
             clip(params, max_norm, norm, foreach)  # type: ignore[arg-type]
             return
         given = [params] if isinstance(params, torch.Tensor) else list(params)
-        grads = [param.grad for param in given if param.grad is not None]
         first = len(recorder.calls)
-        with recorder.unseen():
-            before = [recorder.read(grad) for grad in grads]
-        clip(given, max_norm, norm, False)
-        with recorder.unseen():
-            for grad, value in zip(grads, before, strict=True):
-                originals.made(recorder.read(grad), "clipped", value)
-            for call in recorder.calls[first:]:
-                for made in call.outputs:
-                    if made.source is None and made.claim is None:
-                        made.claim, call.scope = f"grad_norm.{made.label}", ""
+        with originals.changed(given, "clipped"):
+            clip(given, max_norm, norm, False)
+        for call in recorder.calls[first:]:
+            for made in call.outputs:
+                if made.source is None and made.claim is None:
+                    made.claim = f"grad_norm.{made.label}"
 
     try:
         table.update({"_get_total_norm": named_norm, "_clip_grads_with_norm_": named_clip})

@@ -25,7 +25,6 @@ from ..words.places import where
 __all__ = [
     "Finished",
     "fake_scaler",
-    "finish_gradients",
     "name_norms",
     "refuse_sparse",
     "rescale",
@@ -77,48 +76,6 @@ def refuse_sparse(recorder: Recorder, options: Options) -> None:
             f"{given[0]} is given, but {recorder.values[index].label!r} has a sparse gradient",
             fix=f"use sparse=False, or leave {given[0]} out",
         )
-
-
-def finish_gradients(
-    gradients: Sequence[tuple[Value, Value]], options: Options, scale: float | LossScaler | None, recorder: Recorder
-) -> Finished:
-    """Unscale and clip the gradients.
-
-    Args:
-        gradients: parameters and their gradients, in the order of ``model.parameters()``.
-        options: of the capture.
-        scale: the factor of the loss; for a scaler, its fake.
-        recorder: records the operators.
-
-    Raises:
-        CaptureError: a ``GradScaler`` would not unscale a gradient, or no parameter has a gradient.
-    """
-    if scale is None and options.clip_grad_norm is None and options.clip_grad_value is None:
-        return Finished(list(gradients))
-    if not gradients:
-        raise CaptureError(
-            "no parameter of the optimizer has a gradient to unscale or to clip",
-            fix="give the optimizer parameters that the loss depends on",
-        )
-    recorder.start_update()
-    first = len(recorder.calls)
-    params, originals = [param for param, _ in gradients], [gradient for _, gradient in gradients]
-    made = originals
-    found_inf = None
-    with torch.no_grad():
-        if isinstance(scale, LossScaler):
-            made, found_inf = unscaled(gradients, scale, recorder)
-        elif scale is not None:
-            made = [
-                _called(recorder.read(tensor * (1.0 / scale)), "unscaled", of=gradient)
-                for tensor, gradient in zip(map(recorder.window, originals), originals, strict=True)
-            ]
-        if options.clip_grad_norm is not None or options.clip_grad_value is not None:
-            made = _clip(params, originals, made, options, recorder)
-    for call in recorder.calls[first:]:
-        if all(value.source is None for value in call.outputs):
-            call.scope = ""  # the call belongs to all parameters
-    return Finished(list(zip(params, made, strict=True)), found_inf)
 
 
 def update(
@@ -206,34 +163,6 @@ def rescale(scaler: LossScaler, found: Sequence[Value], recorder: Recorder) -> N
             scaler.backoff_factor,
             scaler.growth_interval,
         )
-
-
-def _clip(
-    params: Sequence[Value],
-    originals: Sequence[Value],
-    gradients: Sequence[Value],
-    options: Options,
-    recorder: Recorder,
-) -> list[Value]:
-    """The gradients clipped by ``clip_grad_norm_`` or ``clip_grad_value_``, named after the *originals*."""
-    first = len(recorder.calls)
-    tensors = [param.tensor for param in params]
-    windows = [recorder.window(gradient) for gradient in gradients]
-    for tensor, window in zip(tensors, windows, strict=True):
-        tensor.grad = window
-    if options.clip_grad_norm is not None:
-        total = torch.nn.utils.clip_grad_norm_(tensors, options.clip_grad_norm, foreach=False)
-        of = {gradient.index: original for gradient, original in zip(gradients, originals, strict=True)}
-        name_norms(recorder.calls[first:], of, recorder.read(total))
-    else:
-        assert options.clip_grad_value is not None
-        torch.nn.utils.clip_grad_value_(tensors, options.clip_grad_value, foreach=False)
-    for tensor in tensors:
-        tensor.grad = None
-    return [
-        _called(recorder.read(window), "clipped", of=original)
-        for window, original in zip(windows, originals, strict=True)
-    ]
 
 
 def name_norms(calls: Sequence[RecordedCall], of: Mapping[int, Value], total: Value) -> None:

@@ -22,9 +22,9 @@ from ...ir.size import BATCH
 from ..intake.arguments import Arguments, Leaf
 from ..isolate.functions import Handlers
 from ..record.recorder import Recorder
-from ..record.values import RecordedCall, Value
+from ..record.values import RecordedCall
 
-__all__ = ["MicroBatches", "Sums", "early", "micro_batch", "per_micro_batch", "prefix_of_micro_batch"]
+__all__ = ["MicroBatches", "early", "micro_batch", "per_micro_batch", "prefix_of_micro_batch"]
 
 _aten: Final = torch.ops.aten
 
@@ -121,62 +121,6 @@ class MicroBatches:
             self._recorder.claim(parts[-1], value.label, 0)
         self._recorder.name_micro_batch(micro_batch_prefix(self._done))
         return tuple(parts)
-
-
-class Sums:
-    """Sums over micro-batches: of the losses, and of the parameters' gradients.
-
-    Attributes:
-        loss: the sum of the losses so far.
-        parts: parameters, each with the gradient of one micro-batch or the sum of several.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._sums: dict[int, tuple[Value, Value]] = {}
-        self.loss: Value | None = None
-        self.parts: list[tuple[Value, Value]] = []
-
-    def add_loss(self, loss: Value) -> None:
-        """Add the loss of the next micro-batch."""
-        loss.claim = "loss"
-        if self.loss is not None:
-            loss = self._added(self.loss, loss)
-            loss.claim = "loss.sum"
-        self.loss = loss
-
-    def add_gradients(self, gradients: Sequence[tuple[Value, Value]], first: int) -> None:
-        """Add a micro-batch's gradients of the parameters.
-
-        Args:
-            gradients: parameters and gradients.
-            first: position of the micro-batch's first call.
-        """
-        calls = self._recorder.calls
-        backward_end = len(calls)
-        for param, gradient in gradients:
-            self.parts.append((param, gradient))
-            if param.index in self._sums:
-                gradient = self._added(self._sums[param.index][1], gradient)
-                gradient.label = "sum"
-                assert gradient.call is not None
-                gradient.call.of = param
-                self.parts.append((param, gradient))
-            self._sums[param.index] = param, gradient
-        calls[first:] = early(calls[first:backward_end], calls[backward_end:])
-
-    def gradients(self) -> list[tuple[Value, Value]]:
-        """Parameters and their gradients, summed over all micro-batches."""
-        whole = list(self._sums.values())
-        for _, gradient in whole:
-            gradient.prefix = ""
-        last = {gradient.index for _, gradient in whole}
-        self.parts = [(param, gradient) for param, gradient in self.parts if gradient.index not in last]
-        return whole
-
-    def _added(self, a: Value, b: Value) -> Value:
-        with self._recorder.unseen():
-            return self._recorder.apply(_aten.add.Tensor, a, b)
 
 
 def early(calls: Sequence[RecordedCall], additions: Sequence[RecordedCall]) -> list[RecordedCall]:

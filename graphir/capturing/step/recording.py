@@ -17,7 +17,7 @@ from ...ir.program import Scalar
 from ...ir.size import Dims
 from ..intake.arguments import Arguments
 from ..intake.found import StepFunction
-from ..intake.options import LossScaler, Options
+from ..intake.options import Options
 from ..intake.state import ModelState
 from ..isolate.attributes import AllowedChanges, Attributes, Change
 from ..isolate.autocast import Target, autocast_followed, autocast_off, fast_paths
@@ -40,12 +40,13 @@ from ..record.stand_ins import attribute_paths, fake_leaves, fake_state
 from ..record.values import RecordedCall, Value
 from ..words.libraries import remedy
 from ..words.places import where
-from .backward import backward
 from .function import FunctionRun
-from .gradients import Finished, fake_scaler, finish_gradients, refuse_sparse, rescale, scale_loss, update
-from .micro_batches import MicroBatches, Sums, micro_batch, prefix_of_micro_batch
+from .gradients import Finished
+from .micro_batches import MicroBatches
 from .output_gradients import joint_backward
 from .recorded_step import Outcome, Recording
+from .step_run import standing
+from .training import TrainingRun
 
 __all__ = ["Step", "run"]
 
@@ -123,13 +124,12 @@ def run(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> tuple[Re
         fakes, state = fake_state(step.state, recorder, step.shared)
         parts = step.options.accumulate * step.parts
         leaves, inputs = fake_leaves(step.arguments.leaves, dims, parts, recorder, step.shared)
-        scale = step.options.loss_scale
-        if isinstance(scale, LossScaler):
-            scale = fake_scaler(scale, recorder)
-    function = None
+    run_of: FunctionRun | TrainingRun | None = None
     if step.function is not None:
         cut = MicroBatches(recorder, step.parts) if step.loops else None
-        function = FunctionRun(step.function, recorder, fakes, lambda: step.target.is_cuda, cut)
+        run_of = FunctionRun(step.function, recorder, fakes, lambda: step.target.is_cuda, cut)
+    elif step.loss is not None:
+        run_of = TrainingRun(step.model, step.loss, step.options, step.trained, recorder, fakes)
     functions = TorchFunctions(
         moves(),
         recorder.exchanges(),
@@ -137,8 +137,8 @@ def run(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> tuple[Re
         escapes(scopes.here, recorder.held_by),
         sequences(scopes, recorder.held_by),
         fast_paths(scopes.here),
-        {} if function is None else function.handlers(),
-        standing=None if function is None else function.standing,
+        {} if run_of is None else run_of.handlers(),
+        standing=standing(fakes),
     )
     grad = torch.enable_grad() if step.loss is not None or step.joint else contextlib.nullcontext()
     with (
@@ -148,7 +148,7 @@ def run(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> tuple[Re
         global_state_kept() as check_settings,
         errors_not_logged(),
         fakes_in_place(step.model, fakes, step.attributes) as changes,
-        contextlib.nullcontext() if function is None else function.in_place(),
+        contextlib.nullcontext() if run_of is None else run_of.in_place(),
         rng_state_followed(),
         seeding_refused(scopes),
         modules_stay(scopes.here),
@@ -159,33 +159,27 @@ def run(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> tuple[Re
         recorder,
         _failures(recorder, lines),
     ):
-        if function is not None:
-            args, kwargs, _ = step.arguments.split(leaves)
-            with recorder.follow_step():
-                returned = function(*args, **kwargs)
-            check_settings()
-            outcome = function.outcome(returned)
+        if run_of is not None:
+            outcome = run_of.run(step.arguments, leaves, check_settings)
         elif step.joint:
             outcome = _forward_backward(step, leaves, recorder, check_settings)
-        elif step.loss is None:
-            outcome = _forward_only(step, leaves, recorder, check_settings)
         else:
-            outcome = _training(step, leaves, scale, recorder, check_settings)
-    if function is not None and function.again:
+            outcome = _forward_only(step, leaves, recorder, check_settings)
+    if run_of is not None and run_of.again:
         recorder.release()
         step.attributes.put_back()
         return run(step, dims, named, interrupts)
-    if function is not None:
-        recorder.constants += function.first_values()
+    if run_of is not None:
+        recorder.constants += run_of.first_values()
     sparse = recorder.sparse.gradients
     pairs = [*outcome.gradients, *outcome.finished.gradients]
-    if function is not None:  # torch.autograd.grad is asked for some gradients alone
+    if step.function is not None:  # torch.autograd.grad is asked for some gradients alone
         pairs = [pair for pair in pairs if pair[0].kind == "param"]
     made = [gradient for _, gradient in pairs]
     kept = [outcome.loss, *outcome.outputs, *made, *(value for pair in sparse.values() for value in pair)]
-    calls = _live(recorder.calls, kept, function is not None)
+    calls = _live(recorder.calls, kept, step.function is not None)
     gradients = outcome.gradients
-    if function is not None:
+    if step.function is not None:
         live = {value.index for call in calls for value in call.outputs}
         gradients = [pair for pair in gradients if pair[0].kind == "param" or pair[1].index in live]
     recording = Recording(
@@ -217,7 +211,7 @@ def _seen_by(caches: Caches, recorder: Recorder) -> Iterator[None]:
 
 
 def _forward_only(step: Step, leaves: Sequence[Any], recorder: Recorder, check_settings: _Check) -> Outcome:
-    output, _ = _forward(step, leaves, recorder, check_settings)
+    output = _forward(step, leaves, recorder, check_settings)
     recorder.end_forward()
     with recorder.unseen():
         returned, results = _returned(output, recorder)
@@ -226,7 +220,7 @@ def _forward_only(step: Step, leaves: Sequence[Any], recorder: Recorder, check_s
 
 def _forward_backward(step: Step, leaves: Sequence[Any], recorder: Recorder, check_settings: _Check) -> Outcome:
     needing = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
-    output, _ = _forward(step, leaves, recorder, check_settings)
+    output = _forward(step, leaves, recorder, check_settings)
     recorder.end_forward()
     for given, leaf, needed in zip(step.arguments.leaves, leaves, needing, strict=True):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad != needed:
@@ -250,76 +244,15 @@ def _forward_backward(step: Step, leaves: Sequence[Any], recorder: Recorder, che
     )
 
 
-def _training(
-    step: Step,
-    leaves: Sequence[Any],
-    scale: float | LossScaler | None,
-    recorder: Recorder,
-    check_settings: _Check,
-) -> Outcome:
-    """Forward, loss and backward of each micro-batch, and what happens to the gradients before the update."""
-    sums = Sums(recorder)
-    of_activations: list[tuple[Value, Value]] = []
-    for i in range(step.options.accumulate):
-        first = len(recorder.calls)
-        recorder.start_micro_batch(prefix_of_micro_batch(i, step.options.accumulate))
-        parts = micro_batch(step.arguments.leaves, leaves, i, step.options.accumulate, recorder)
-        loss, start = _forward_loss(step, parts, scale, recorder, check_settings)
-        sums.add_loss(loss)
-        with autocast_off(), recorder.follow_step():
-            found = backward(start, recorder, fresh=lambda _: not sums.parts)
-        recorder.end_backward(first, found)
-        of_params = [pair for pair in found if pair[0].kind == "param"]
-        sums.add_gradients(of_params, first)
-        of_activations += found[len(of_params) :]
-    refuse_sparse(recorder, step.options)
-    of_params = sums.gradients()
-    used = [pair for pair in of_params if step.trained is None or pair[0].label in step.trained]
-    with autocast_off():
-        finished = finish_gradients(used, step.options, scale, recorder)
-    if step.trained is not None:
-        update(step.trained, finished, recorder)
-    if isinstance(scale, LossScaler) and finished.found_inf is not None:
-        rescale(scale, [finished.found_inf], recorder)
-    return Outcome(loss=sums.loss, gradients=[*of_params, *of_activations], parts=sums.parts, finished=finished)
-
-
-def _forward(
-    step: Step, leaves: Sequence[Any], recorder: Recorder, check_settings: _Check
-) -> tuple[Any, tuple[Any, ...]]:
-    """What the model returns, and the targets."""
-    args, kwargs, targets = step.arguments.split(leaves)
+def _forward(step: Step, leaves: Sequence[Any], recorder: Recorder, check_settings: _Check) -> Any:
+    """What the model returns."""
+    args, kwargs, _ = step.arguments.split(leaves)
     with recorder.follow_step():
         output = step.model(*args, **kwargs)
         if step.output is not None:
             output = step.output(output)
-    check_settings()  # before the loss, which would be refused first: it needs no gradient then
-    return output, targets
-
-
-def _forward_loss(
-    step: Step,
-    leaves: Sequence[Any],
-    scale: float | LossScaler | None,
-    recorder: Recorder,
-    check_settings: _Check,
-) -> tuple[Value, torch.Tensor]:
-    """The loss of a micro-batch, and what its backward starts from."""
-    assert step.loss is not None
-    output, targets = _forward(step, leaves, recorder, check_settings)
-    with recorder.scopes.inside("loss"), recorder.follow_step():
-        total = _scalar(step.loss(output, *targets))
-        if step.options.accumulate > 1:
-            total = total / step.options.accumulate
-        scaled = scale_loss(total, scale)
-        if scaled is not total:
-            recorder.read(scaled).claim = "loss.scaled"
-    recorder.end_forward()
-    with recorder.unseen():
-        loss = recorder.read(total)
-        if loss.kind or loss.is_view:
-            loss = recorder.apply(_aten.clone.default, total)
-    return loss, scaled
+    check_settings()
+    return output
 
 
 @contextlib.contextmanager
@@ -350,32 +283,6 @@ def _returned(output: Any, recorder: Recorder) -> tuple[list[Value | Scalar], py
                 "transformers use_cache=False or output=lambda out: out.logits leaves out the cache",
             )
     return [recorder.read(leaf) if isinstance(leaf, torch.Tensor) else plain(leaf) for leaf in leaves], spec
-
-
-def _scalar(loss: Any) -> torch.Tensor:
-    total = loss
-    if isinstance(loss, dict):
-        if not loss:
-            raise CaptureError("the loss is an empty dict", where="the loss function", fix="return a scalar tensor")
-        terms = list(loss.values())
-        total = terms[0]
-        for term in terms[1:]:
-            total = total + term
-    if not isinstance(total, torch.Tensor) or total.numel() != 1 or total.dim():
-        kind = f"tensor of shape {list(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
-        raise CaptureError(
-            f"the loss is a {kind}, not a scalar",
-            where="the loss function",
-            fix="return a 0-dim tensor, such as loss.mean(), or a dict of them; a function of the whole step, "
-            "graphir.capture(train_step, batch), may return more",
-        )
-    if not total.requires_grad:
-        raise CaptureError(
-            "the loss does not depend on any parameter",
-            where="the loss function",
-            fix="use parameters with requires_grad=True, and don't detach tensors that the loss reads",
-        )
-    return total
 
 
 def _live(calls: list[RecordedCall], kept: list[Value | None], backward: bool) -> list[RecordedCall]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ...errors import CaptureError
-from ..intake.options import LossScaler, read_loss_scale
+from ..intake.options import LossScaler
 from ..record.recorder import Recorder
 from ..record.values import Value
-from .clipping import Originals
+from .clipping import Originals, of_all_parameters
 from .gradients import fake_scaler, rescale, scale_loss, unscaled
 
 __all__ = ["Scaling"]
@@ -21,7 +21,7 @@ class Scaling:
     """A gradient scaler during one run of a step.
 
     Args:
-        scaler: itself, which is only read.
+        scaler: itself as it is now.
         recorder: records what its methods compute.
         originals: what gradients were made of.
         refuse: is given the name of a method, and raises where it would leave out gradients.
@@ -32,15 +32,13 @@ class Scaling:
 
     def __init__(
         self,
-        scaler: torch.amp.GradScaler,
+        scaler: LossScaler,
         recorder: Recorder,
         originals: Originals,
         refuse: Callable[[str], None],
     ) -> None:
         self._recorder, self._originals, self._refuse = recorder, originals, refuse
-        read = read_loss_scale(scaler, optimizer=True)  # a step beside may have it
-        assert isinstance(read, LossScaler)
-        self._scaler = fake_scaler(read, recorder)
+        self._scaler = fake_scaler(scaler, recorder)
         self._scaled: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._found: dict[int, Value] = {}
         self._stepped: set[int] = set()
@@ -49,7 +47,7 @@ class Scaling:
     def methods(self) -> Mapping[str, Callable[..., Any]]:
         """By name, what runs in the place of the scaler's own."""
         return {
-            "scale": self._scale,
+            "scale": self.scale,
             "unscale_": self._unscale,
             "step": self._step,
             "update": self._update,
@@ -69,7 +67,8 @@ class Scaling:
         if self._found:
             raise CaptureError("the step does not update its scaler", fix="call scaler.update() after its step")
 
-    def _scale(self, loss: Any) -> torch.Tensor:
+    def scale(self, loss: Any) -> torch.Tensor:
+        """``GradScaler.scale`` of a loss."""
         if not isinstance(loss, torch.Tensor):
             raise self._refused("the scaler is given several losses", "scale their sum")
         scaled = scale_loss(loss, self._scaler)
@@ -81,23 +80,26 @@ class Scaling:
         if id(optimizer) in self._found:
             raise self._refused("unscale_() is called twice for one optimizer before update()", "call it once")
         self._refuse("scaler.unscale_")
-        recorder = self._recorder
         params = [param for group in optimizer.param_groups for param in group["params"]]
         params = [param for param in params if param.grad is not None]
         if not params:
             raise self._refused("no parameter of the optimizer has a gradient to unscale", "call backward() before")
+        self._found[id(optimizer)] = self.unscale(params)
+
+    def unscale(self, params: Sequence[torch.Tensor]) -> Value:
+        """Unscale the gradients of parameters; 1 where one is infinite or NaN."""
+        recorder = self._recorder
         first = len(recorder.calls)
         with recorder.unseen():
-            pairs = [(recorder.read(param).root, recorder.read(param.grad)) for param in params]
+            pairs = [(recorder.read(param).root, recorder.read(param.grad)) for param in params]  # type: ignore[arg-type]
         with torch.no_grad():
-            made, self._found[id(optimizer)] = unscaled(pairs, self._scaler, recorder)
+            made, found = unscaled(pairs, self._scaler, recorder)
         with recorder.unseen():
             for param, (_, before), value in zip(params, pairs, made, strict=True):
-                recorder.overwrite(param.grad, value)
+                recorder.overwrite(param.grad, value)  # type: ignore[arg-type]
                 self._originals.made(value, value.label, before)
-        for call in recorder.calls[first:]:
-            if all(value.source is None for value in call.outputs):
-                call.scope = ""  # the call belongs to all parameters
+        of_all_parameters(recorder.calls[first:])
+        return found
 
     def _step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         if id(optimizer) not in self._found:
@@ -117,9 +119,13 @@ class Scaling:
                 "the scaler is given a scale, or updated before its step",
                 "call scaler.step(optimizer) and then scaler.update()",
             )
-        rescale(self._scaler, list(self._found.values()), self._recorder)
+        self.rescale(list(self._found.values()))
         self._found.clear()
         self._stepped.clear()
+
+    def rescale(self, found: Sequence[Value]) -> None:
+        """``GradScaler.update`` behind these outcomes of :meth:`unscale`."""
+        rescale(self._scaler, found, self._recorder)
 
     def _refused(self, what: str, fix: str) -> CaptureError:
         return CaptureError(what, where=self._recorder.here(), fix=fix)

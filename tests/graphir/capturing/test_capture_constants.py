@@ -98,11 +98,8 @@ def test_parameters_and_buffers_are_state_even_where_a_closure_holds_them() -> N
     program = capture(model, (torch.randn(3, 4),), loss=lambda out: (out * mean).sum())
     assert not constants(program)
     weight = model.weight
-    with pytest.raises(
-        CaptureError, match="that requires a gradient but is not a parameter of the modules that run"
-    ) as error:
-        capture(model, (torch.randn(3, 4),), loss=lambda out: (out * weight).sum())
-    assert error.value.where.startswith("the loss function, at test_capture_constants.py:")
+    program = capture(model, (torch.randn(3, 4),), loss=lambda out: (out * weight).sum())
+    assert not constants(program)
 
 
 def test_parameters_of_the_loss_are_refused() -> None:

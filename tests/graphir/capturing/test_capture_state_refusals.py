@@ -113,9 +113,9 @@ def hooked_parameter(m: Any, h: Tensor) -> Tensor:
     return h
 
 
-@refused("the step computes a gradient of its own for parameter 'weight'", module="inner.fc")
+@refused("a backward runs inside of the forward")
 def backward_inside(m: Any, h: Tensor) -> Tensor:
-    h.sum().backward(retain_graph=True)
+    h.sum().backward(retain_graph=True)  # here
     return h
 
 
@@ -123,11 +123,6 @@ def backward_inside(m: Any, h: Tensor) -> Tensor:
 def frozen_late(m: Any, h: Tensor) -> Tensor:
     m.fc.weight.requires_grad_(False)
     return h
-
-
-@refused("that requires a gradient but is not a parameter of the modules that run")
-def parameter_in_a_list(m: Any, h: Tensor) -> Tensor:
-    return h @ m.params[0]  # here
 
 
 # Attributes that change

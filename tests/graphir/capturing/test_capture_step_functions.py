@@ -686,3 +686,22 @@ def test_what_a_function_does_itself_is_refused(option: dict[str, Any]) -> None:
 def test_what_has_no_state_is_refused() -> None:
     with pytest.raises(CaptureError, match="stateful has a int, which is no module, optimizer or gradient scaler"):
         graphir.capture(trained, (X, Y), stateful=(MODEL, 3))
+
+
+def test_a_step_without_an_optimizer_hands_out_its_gradients_as_it_leaves_them() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 2), torch.randn(3, 4)
+
+    def step(x: Tensor) -> Tensor:
+        model.zero_grad()
+        model(x).square().sum().backward()
+        norm = nn.utils.clip_grad_norm_([model.weight], 0.1)
+        model.bias.grad = None
+        return norm
+
+    program = graphir.capture(step, (x,))
+    with runtime.Session(passes.emit(program), program.state, binding="cpu") as session:
+        norm, found = session.step(x), session.gradients()
+    assert torch.equal(norm, step(x))
+    assert model.weight.grad is not None
+    assert set(found) == {"weight"} and torch.equal(found["weight"], model.weight.grad)
