@@ -201,8 +201,9 @@ class _Crossing:
 
     def read_by(self, op: Operator) -> None:
         """An operator of the backward, in their order."""
+        overwritten = {name for name, _ in op.makes}  # a checkpoint's second run counts on from what is there then
         for name, version in op.reads:
-            if version <= self.last.get(name, -1):
+            if version <= self.last.get(name, -1) and name not in overwritten:
                 raise PassError(
                     f"the backward reads {name!r}, which the forward overwrites: the next forward would overwrite it "
                     "before this one's backward",

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import graphir
-from graphir.errors import CaptureError, EagerWarning
+from graphir.errors import CaptureError, EagerWarning, PassError, PassWarning
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -209,3 +209,57 @@ def test_a_gradient_that_forward_asks_for_is_refused() -> None:
     x = X.clone().requires_grad_()
     model(x).sum().backward()
     assert x.grad is not None
+
+
+class OwnTensors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.ones(8))
+        self.register_buffer("scale", torch.full((8,), 2.0))
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(self.first(x + self.token) * self.scale)
+        return found
+
+
+def test_a_map_of_accelerate_names_tensors_too() -> None:
+    model = OwnTensors()
+    twin, x = copy.deepcopy(model), torch.randn(3, 8)
+    with pytest.warns(PassWarning, match="'scale' is on gpu:0, where its module is, and not on gpu:1"):
+        graphir.place(twin, (x,), device_map={"token": 0, "first": 0, "scale": 1, "last": 1})
+    assert twin.placement.device_map == {"token": 0, "first": 0, "scale": 0, "last": 1}
+    for net in (model, twin):
+        net(x).sum().backward()
+    assert torch.equal(model(x), twin(x))
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))  # type: ignore[arg-type]
+    with pytest.raises(PassError, match="is named by 'tokens'"):
+        graphir.place(copy.deepcopy(model), (x,), device_map={"tokens": 0, "last": 1})
+
+
+class CheckpointedNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0), nn.BatchNorm1d(8))
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(checkpoint(self.first, x, use_reentrant=False))
+        return found
+
+
+def test_statistics_that_a_checkpoint_updates_in_the_backward_too() -> None:
+    torch.manual_seed(0)
+    model = CheckpointedNorm()
+    twin = copy.deepcopy(model)
+    graphir.place(twin, (torch.randn(6, 8),), device_map={"first": 0, "last": 1})
+    for rows in (6, 5, 6):
+        x, y = torch.randn(rows, 8), torch.randn(4, 8)
+        for net in (model, twin):
+            net.zero_grad()
+            one, other = net(x), net(y)  # both before a backward
+            one.square().sum().backward()
+            other.square().sum().backward()
+        assert all(map(torch.equal, twin.state_dict().values(), model.state_dict().values()))
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))  # type: ignore[arg-type]
+    assert model.first[2].num_batches_tracked == 12

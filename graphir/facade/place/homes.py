@@ -15,7 +15,7 @@ from graphir.passes.shift_modules import ShiftModules
 from graphir.runtime.machine.places import Binding, places_of
 
 from ...analysis.topology import Topology
-from ...errors import PassError
+from ...errors import PassError, PassWarning, warn
 from ...ir.device import CPU, Device, DeviceName, gpu
 from ...ir.module_patterns import lineage
 from ...ir.plan import Plan
@@ -143,11 +143,19 @@ class Homes:
     def _moved(self, captured: Program) -> Program:
         assert self._moves is not None
         known = captured.module_paths
-        moves = {p: to for p, to in self._moves.items() if not p or p in known or p not in self._modules}
+        tensors = {path: to for path, to in self._moves.items() if path in captured.step.blobs and path not in known}
+        moves = {path: to for path, to in self._moves.items() if path not in tensors}
+        moves = {path: to for path, to in moves.items() if not path or path in known or path not in self._modules}
         program = build(ShiftModules, modules=moves).recorded(captured)
         if not self._known:
-            numbers = {path: "cpu" if to == CPU else Device.parse(to).index for path, to in self._moves.items()}
-            self.device_map = numbers
+            there = {path: str(program.step.blobs[path].device) for path in tensors}
+            for path in [path for path in tensors if there[path] != tensors[path]][:1]:
+                warn(
+                    f"place: {path!r} is on {there[path]}, where its module is, and not on {tensors[path]}",
+                    PassWarning,
+                )
+            found = {**self._moves, **there}
+            self.device_map = {path: "cpu" if to == CPU else Device.parse(to).index for path, to in found.items()}
         return program
 
     def places(self) -> Mapping[Device, torch.device]:
