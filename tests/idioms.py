@@ -34,6 +34,7 @@ class Idioms:
         self.models = [copy.deepcopy(example.model) for _ in range(replicas)]
         self.optimizers = [optimizer(model) for model in self.models] if optimizer is not None else []
         self.steps_done = 0
+        self.norm: Tensor | None = None
         self.scale = options.get("loss_scale")
         self.scalers = [scaler_of(self.scale) for _ in self.models] if isinstance(self.scale, Mapping) else []
 
@@ -80,7 +81,7 @@ class Idioms:
             for p in params:
                 p.grad.mul_(1.0 / self.scale)
         if self.options.get("clip_grad_norm") is not None:
-            torch.nn.utils.clip_grad_norm_(params, self.options["clip_grad_norm"])
+            self.norm = torch.nn.utils.clip_grad_norm_(params, self.options["clip_grad_norm"])
         if self.options.get("clip_grad_value") is not None:
             torch.nn.utils.clip_grad_value_(params, self.options["clip_grad_value"])
         if self.scalers:
@@ -115,7 +116,11 @@ def runs_as_eager(
     """Assert that the placed program and the loops have the same bits, step by step; the loss scaler's last state."""
     with runtime.Session(passes.emit(program), program.state, executor=executor) as session:
         for x, y in batches:
-            ours, theirs = session.step(x, y), eager.step(x, y)
+            found, theirs = session.step(x, y), eager.step(x, y)
+            ours, beside = found if isinstance(found, tuple) else (found, {})
+            assert_same_bits(
+                beside, {} if eager.norm is None else {"grad_norm": eager.norm}, f"step {eager.steps_done}"
+            )
             assert_same_bits({"loss": ours}, {"loss": theirs}, f"step {eager.steps_done}")
             for replica, model in enumerate(eager.models):
                 what = f"step {eager.steps_done}, replica {replica}"

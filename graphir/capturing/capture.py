@@ -93,7 +93,9 @@ def capture(
         stateful: of a function the modules, the optimizer and the gradient scaler that it uses, or these by name; by
             default they are found in its cells, globals, defaults and ``self``.
         targets: arguments of the loss, after the model's output.
-        loss: called with the output and the targets; returns a scalar tensor, or a dict of them, which is summed.
+        loss: called with the output and the targets; returns a scalar tensor, or a dict of them, which is summed; or a
+            pair of these and of results. The step returns the loss, or, where there is more, a pair: the loss, and the
+            results, with the parts of a dict and ``grad_norm``, the norm by which *clip_grad_norm* clips.
             Without a loss the program is a forward only and returns the model's outputs; see *backward*.
         optimizer: one of ``torch.optim``'s, LBFGS excepted; without it the parameters' gradients are outputs.
             A session that is given the optimizer (``Session(…, optimizer=optimizer)``) reads the optimizer's numbers

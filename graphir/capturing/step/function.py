@@ -15,14 +15,12 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils import _pytree as pytree
 
 from ...errors import CaptureError
-from ...ir.program import Scalar
 from ..intake.arguments import Arguments
 from ..intake.found import StepFunction
 from ..intake.options import read_loss_scale
 from ..intake.structures import named_leaves
 from ..isolate.functions import Handlers
 from ..isolate.patches import replaced
-from ..record.extents import plain
 from ..record.recorder import Recorder
 from ..record.values import Value
 from .averaging import averaging
@@ -245,7 +243,7 @@ class FunctionRun(StepRun):
             self._scaling.check_end()
         leaves, spec = pytree.tree_flatten(returned)
         with recorder.unseen():
-            values = [self._leaf(leaf) for leaf in leaves]
+            values = [self.leaf(leaf) for leaf in leaves]
         self._end_gradients([value for value in values if isinstance(value, Value)])
         if self._begun is not None or self._earlier.kept:
             settle(recorder.calls[self._begun or 0 :])
@@ -273,20 +271,6 @@ class FunctionRun(StepRun):
                 f"the step updates {self._finished[0][0].label!r} by a gradient that it does not compute",
                 fix="give the step that computes it: capture(…, beside=program), or compile(…, beside=compiled)",
             )
-
-    def _leaf(self, leaf: Any) -> Value | Scalar:
-        if isinstance(leaf, torch.Tensor):
-            value = self._recorder.read(leaf)
-            return self._recorder.apply(torch.ops.aten.clone.default, leaf) if self._earlier.has(value) else value
-        if isinstance(leaf, (int, float)):
-            return plain(leaf)
-        if isinstance(leaf, (str, type(None))):
-            return leaf
-        raise CaptureError(
-            f"the step returns a {type(leaf).__name__} among its results",
-            fix="return tensors, numbers, strings and None in tuples, lists, dicts and classes that "
-            "torch.utils._pytree knows (torch.export.register_dataclass makes a dataclass known)",
-        )
 
 
 def _lerp_each(function: Callable[..., Any], tensors: Any, ends: Any, weight: Any) -> None:

@@ -22,6 +22,7 @@ from ...errors import CaptureError
 from ...ir.program import Scalar
 from ..intake.options import LossScaler
 from ..isolate.functions import Handlers
+from ..record.extents import plain
 from ..record.recorder import Recorder
 from ..record.values import Value
 from .backward import backward
@@ -280,6 +281,26 @@ class StepRun:
             parts=[(param, gradient) for param, gradient in self._parts if gradient.index not in whole],
             finished=Finished(self._finished if self._steps else self._left(of_params)),
             kept=self._earlier.kept,
+        )
+
+    def leaf(self, leaf: Any, where: str = "") -> Value | Scalar:
+        """What a leaf of the step's results is; *where* says in an error where the leaf comes from.
+
+        Raises:
+            CaptureError: no tensor, number or text.
+        """
+        if isinstance(leaf, torch.Tensor):
+            value = self._recorder.read(leaf)
+            return self._recorder.apply(_aten.clone.default, leaf) if self._earlier.has(value) else value
+        if isinstance(leaf, (int, float)):
+            return plain(leaf)
+        if isinstance(leaf, (str, type(None))):
+            return leaf
+        raise CaptureError(
+            f"the step returns a {type(leaf).__name__} among its results",
+            where=where,
+            fix="return tensors, numbers, strings and None in tuples, lists, dicts and classes that "
+            "torch.utils._pytree knows (torch.export.register_dataclass makes a dataclass known)",
         )
 
     def _left(self, of_params: Sequence[tuple[Value, Value]]) -> list[tuple[Value, Value]]:

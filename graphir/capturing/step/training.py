@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NoReturn
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ...errors import CaptureError
 from ..intake.arguments import Arguments
@@ -24,6 +26,11 @@ from .step_run import StepRun
 __all__ = ["TrainingRun"]
 
 _aten: Final = torch.ops.aten
+
+_LOSS: Final = "the loss function"
+
+GRAD_NORM: Final = "grad_norm"
+"""The name of the norm by which gradients are clipped, among what comes back."""
 
 
 class TrainingRun(StepRun):
@@ -64,6 +71,7 @@ class TrainingRun(StepRun):
         """
         recorder, count = self._recorder, self._options.accumulate
         whole: Value | None = None
+        results: Any = None
         for i in range(count):
             recorder.start_micro_batch(prefix_of_micro_batch(i, count))
             args, kwargs, targets = arguments.split(micro_batch(arguments.leaves, leaves, i, count, recorder))
@@ -71,23 +79,55 @@ class TrainingRun(StepRun):
                 output = self._model(*args, **kwargs)
             check_settings()  # before the loss, which would be refused first: it needs no gradient then
             with recorder.scopes.inside("loss"), recorder.follow_step():
-                total = _scalar(self._loss(output, *targets))
-                total = total / count if count > 1 else total
+                total, beside = self._read(self._loss(output, *targets))
                 start = self._scaled(total)
+                with recorder.unseen():
+                    found = pytree.tree_map(partial(self.leaf, where=_LOSS), beside)
             loss = self.end_forward(total)
             loss.claim = "loss"
-            if whole is None:
-                whole = loss
-            else:
-                with recorder.unseen():
-                    whole = recorder.apply(_aten.add.Tensor, whole, loss)
-                whole.claim = "loss.sum"
+            with recorder.unseen():
+                if whole is None:
+                    whole, results = loss, found
+                else:
+                    whole = self._added(whole, loss, "loss.sum")
+                    results = found and {k: self._added(results[k], found[k], f"loss.{k}.sum") for k in found}
             with autocast_off(), recorder.follow_step():
                 self.go_back(start, loss)
             refuse_sparse(recorder, self._options)
         with autocast_off(), torch.no_grad():
-            self._finish()
-        return self.outcome_of(whole, (), None)
+            norm = self._finish()
+        if norm is not None:
+            results = {**(results or {}), GRAD_NORM: norm}
+        if results is None:
+            return self.outcome_of(whole, (), None)
+        return self.outcome_of(whole, *pytree.tree_flatten((whole, results)))
+
+    def _read(self, found: Any) -> tuple[torch.Tensor, Any]:
+        """The loss of a micro-batch, as a part of the step's, and what comes back beside the loss; None: nothing."""
+        count, clips = self._options.accumulate, self._options.clip_grad_norm is not None
+        loss, results = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        total = _scalar(loss)
+        if results is not None and count > 1:
+            raise _refused(
+                "the loss has results beside it, and accumulate is given, which tells nothing of what becomes of them",
+                "gather them in a function of the whole step, graphir.capture(train_step, batch), or leave them out",
+            )
+        if count > 1:
+            total = total / count
+        if isinstance(loss, dict):
+            parts = {k: v / count if isinstance(v, torch.Tensor) and count > 1 else v for k, v in loss.items()}
+            results = parts if results is None else _merged(parts, results)
+        if clips and results is not None:
+            _merged({GRAD_NORM: None}, results)
+        return total, results
+
+    def _added(self, one: Any, other: Any, name: str) -> Any:
+        """The sum of what two micro-batches have; of a number, the number."""
+        if not isinstance(one, Value):
+            return one
+        made = self._recorder.apply(_aten.add.Tensor, one, other)
+        made.claim = name
+        return made
 
     def handlers(self) -> Handlers:
         """What refuses a backward inside of the forward."""
@@ -110,8 +150,12 @@ class TrainingRun(StepRun):
         self._recorder.read(scaled).claim = "loss.scaled"
         return scaled
 
-    def _finish(self) -> None:
-        """What is behind the backwards: gradients are unscaled and clipped, and parameters updated."""
+    def _finish(self) -> Value | None:
+        """What is behind the backwards: gradients are unscaled and clipped, and parameters updated.
+
+        Returns:
+            The norm of the gradients, where they are clipped by that.
+        """
         norm, most, _, scale = self._options
         params = [param for param in self._trained if param.grad is not None]
         if not params and any(option is not None for option in (norm, most, scale)):
@@ -126,8 +170,9 @@ class TrainingRun(StepRun):
             with self._originals.changed(params, "unscaled"):
                 for param in params:
                     param.grad.mul_(1.0 / self._factor)  # type: ignore[union-attr]
+        total = None
         if norm is not None:
-            torch.nn.utils.clip_grad_norm_(params, norm)
+            total = self._recorder.read(torch.nn.utils.clip_grad_norm_(params, norm))
         if most is not None:
             with self._originals.changed(params, "clipped"):
                 torch.nn.utils.clip_grad_value_(params, most, foreach=False)
@@ -135,29 +180,40 @@ class TrainingRun(StepRun):
             self.update(self._updated)
         if self._scaling is not None:
             self._scaling.rescale([found])
+        return total
+
+
+def _merged(parts: Mapping[str, Any], results: Any) -> dict[str, Any]:
+    if not isinstance(results, dict) or not results.keys().isdisjoint(parts):
+        names = " and ".join(map(repr, parts))
+        raise _refused(
+            f"the results beside the loss are no dict that {names} can be added to", f"return a dict without {names}"
+        )
+    return {**parts, **results}
+
+
+def _refused(what: str, fix: str) -> CaptureError:
+    return CaptureError(what, where=_LOSS, fix=fix)
 
 
 def _scalar(loss: Any) -> torch.Tensor:
     total = loss
     if isinstance(loss, dict):
         if not loss:
-            raise CaptureError("the loss is an empty dict", where="the loss function", fix="return a scalar tensor")
+            raise _refused("the loss is an empty dict", "return a scalar tensor")
         terms = list(loss.values())
         total = terms[0]
         for term in terms[1:]:
             total = total + term
     if not isinstance(total, torch.Tensor) or total.numel() != 1 or total.dim():
         kind = f"tensor of shape {list(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
-        raise CaptureError(
+        raise _refused(
             f"the loss is a {kind}, not a scalar",
-            where="the loss function",
-            fix="return a 0-dim tensor, such as loss.mean(), or a dict of them; a function of the whole step, "
-            "graphir.capture(train_step, batch), may return more",
+            "return a 0-dim tensor, such as loss.mean(), or a dict of them, or a pair of these and of results",
         )
     if not total.requires_grad:
-        raise CaptureError(
+        raise _refused(
             "the loss does not depend on any parameter",
-            where="the loss function",
-            fix="use parameters with requires_grad=True, and don't detach tensors that the loss reads",
+            "use parameters with requires_grad=True, and don't detach tensors that the loss reads",
         )
     return total
