@@ -43,7 +43,7 @@ from .results import in_sequence
 from .scopes import Scopes
 from .seeds import refuse_generator
 from .selections import masks_in, selected
-from .sequences import is_ctc, record_ctc, refuse_packed
+from .sequences import CTC, record_ctc, refuse_packed
 from .source_lines import SourceLines
 from .sparse import SparseTensors
 from .tape import Tape
@@ -170,32 +170,9 @@ class Recorder(Tape, TorchDispatchMode):
         form = _accepted.get(func)
         if form is None:
             self.factorisations.refuse_alone(func, args, self._scope())
-            if getattr(func, "namespace", "") in _NOTHING_COMPUTED or func in _GEOMETRY:
-                return func(*args, **kwargs)
-            if torch.is_inference_mode_enabled() and is_composite(func):
-                self._target.refuse_inference(self._scope())
-                with self:  # inference mode shows composite operators whole; their parts are recorded
-                    return func.decompose(*args, **kwargs)
-            if func is _ANY_TRUE and torch.is_anomaly_enabled():
-                return self._unread_check(args[0])
-            if func is _NUMBER and args[0] is self._unread:
-                return False
-            if func is _NUMBER and self.is_known(args[0]):
-                return number_in(self._known(args[0]))
-            if func is _NUMBER and (check := check_read_in(past_functions(sys._getframe(2)))) is not None:
-                return self._checked(check, args[0])
-            if func is _NUMBER and batches_read_in(past_functions(sys._getframe(2)), self._scope()):
-                self._batches = self.read(args[0])
-                return BATCHES
-            if (masks := masks_in(func, args)) and all(map(self.is_known, masks)):
-                return self._select(form_of(func), args)
-            if func is _NUMBER:
-                refuse_packed(past_functions(sys._getframe(2)), self._scope())
-            if is_ctc(func):
-                return record_ctc(self, func, pytree.tree_map_only(torch.Tensor, self._constant, args))
-            if overwrites_lists(func):
-                with self:
-                    return overwrite_each(func, args, dict(kwargs), self._scope())
+            handler = _HANDLERS.get(func) or self._handler_of(func, args)
+            if handler is not None and (found := handler(self, func, args, kwargs)) is not NotImplemented:
+                return found
             refuse_operator(func, self._scope(), args)
             form = form_of(func)
             if func not in REFUSED_AT_TIMES:
@@ -238,6 +215,54 @@ class Recorder(Tape, TorchDispatchMode):
             self._record(form, bound, inputs, out, (func, args, dict(kwargs)))
         return out
 
+    # Operators that are no calls of the tape's own, by themselves or with some arguments. Where a handler returns
+    # NotImplemented, the operator is one like all others.
+
+    def _handler_of(self, func: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
+        """What records an operator of a kind, rather than one alone."""
+        if getattr(func, "namespace", "") in _NOTHING_COMPUTED:
+            return Recorder._asked
+        if torch.is_inference_mode_enabled() and is_composite(func):
+            return Recorder._decomposed
+        if (masks := masks_in(func, args)) and all(map(self.is_known, masks)):
+            return Recorder._select
+        return Recorder._overwritten_each if overwrites_lists(func) else None
+
+    def _asked(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A question that fake tensors answer."""
+        return func(*args, **kwargs)
+
+    def _decomposed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Inference mode shows composite operators whole; their parts are recorded."""
+        self._target.refuse_inference(self._scope())
+        with self:
+            return func.decompose(*args, **kwargs)
+
+    def _overwritten_each(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        with self:
+            overwrite_each(func, args, dict(kwargs), self._scope())
+
+    def _ctc(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return record_ctc(self, func, pytree.tree_map_only(torch.Tensor, self._constant, args))
+
+    def _any_true(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return self._unread_check(args[0]) if torch.is_anomaly_enabled() else NotImplemented
+
+    def _number(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The number in a tensor, which Python reads, where the number is known, or asks for no more than a check."""
+        if args[0] is self._unread:
+            return False
+        if self.is_known(args[0]):
+            return number_in(self._known(args[0]))
+        reader = past_functions(sys._getframe(3))  # behind _dispatch and __torch_dispatch__
+        if (check := check_read_in(reader)) is not None:
+            return self._checked(check, args[0])
+        if batches_read_in(reader, self._scope()):
+            self._batches = self.read(args[0])
+            return BATCHES
+        refuse_packed(reader, self._scope())
+        return NotImplemented
+
     def _unread_check(self, is_nan: torch.Tensor) -> torch.Tensor:
         """A tensor for anomaly detection, which asks after each node whether a gradient has a NaN.
 
@@ -256,8 +281,9 @@ class Recorder(Tape, TorchDispatchMode):
         self._dispatch(_aten._assert_async.msg, (holds, check.message), {})
         return check.holds
 
-    def _select(self, form: Form, args: tuple[Any, ...]) -> torch.Tensor:
+    def _select(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
         """Record an operator that selects by masks whose values are known."""
+        form = form_of(func)
         args = pytree.tree_map_only(torch.Tensor, self._constant, args)
         bound = form.bind(args, {})
         inputs = tuple([self.read(t) for t in bound.tensors])
@@ -486,3 +512,12 @@ class Recorder(Tape, TorchDispatchMode):
         alias.value.tensor = tensor
         alias.parent, alias.replay, alias.position, alias.geometry = before, replay, 0, geometry_of(tensor)
         return out
+
+
+_HANDLERS: Final[Mapping[Any, Callable[..., Any]]] = {
+    **dict.fromkeys(_GEOMETRY, Recorder._asked),
+    **dict.fromkeys(CTC, Recorder._ctc),
+    _ANY_TRUE: Recorder._any_true,
+    _NUMBER: Recorder._number,
+}
+"""What records some operators, each by itself."""

@@ -24,20 +24,16 @@ from .extents import plain
 from .scopes import Scopes
 from .tape import Tape
 
-__all__ = ["is_ctc", "record_ctc", "refuse_packed", "sequences"]
+__all__ = ["CTC", "record_ctc", "refuse_packed", "sequences"]
 
 _aten: Final = torch.ops.aten
 _CTC: Final = _aten._ctc_loss.Tensor
-_CTC_BACKWARD: Final = _aten._ctc_loss_backward.Tensor
+CTC: Final = (_CTC, _aten._ctc_loss_backward.Tensor)
+"""What :func:`record_ctc` records."""
 _READERS: Final = frozenset(module.forward.__code__ for module in (torch.nn.GRU, torch.nn.LSTM, torch.nn.RNN))
 _RECURRENT: Final = ("gru", "lstm", "rnn_relu", "rnn_tanh")
 
 Known = Callable[[torch.Tensor], "torch.Tensor | None"]
-
-
-def is_ctc(func: object) -> bool:
-    """Whether :func:`record_ctc` records *func*."""
-    return func is _CTC or func is _CTC_BACKWARD
 
 
 def record_ctc(tape: Tape, func: Any, args: Sequence[Any]) -> Any:
