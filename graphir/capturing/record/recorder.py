@@ -133,7 +133,7 @@ class Recorder(Tape, TorchDispatchMode):
         """Between the step's own calls: while this is active, only :meth:`emit` records; operators that run do not."""
         seen, self.extents.seen = self.extents.seen, False
         try:
-            with _pop_mode_temporarily(), torch.no_grad():
+            with _pop_mode_temporarily(), torch._C.DisableTorchFunction(), torch.no_grad():
                 yield
         finally:
             self.extents.seen = seen

@@ -123,15 +123,23 @@ class StepRun:
             retained,
         )
         end = len(recorder.calls)
+        first: list[tuple[torch.Tensor, torch.Tensor]] = []
         with recorder.unseen():
             for param, grad in found:
                 if asked and id(param.tensor) not in asked and id(param.edge) not in asked:
                     continue
-                if param.kind == "param":
+                if param.kind == "param" and param.tensor.grad is None:
+                    self._parts.append((param, grad))
+                    self._sums[param.index] = param, grad
+                    first.append((param.tensor, recorder.window(grad)))
+                elif param.kind == "param":
                     self._add(param, grad)
                 elif isinstance(param.edge, torch.Tensor) and param.edge.is_leaf and param.edge.requires_grad:
                     self._add_to_leaf(param.edge, grad)
             self._keep_sparse()
+        with torch._C.DisableTorchFunction():  # and seen by the recorder, which knows a fake's device at once
+            for tensor, gradient in first:
+                tensor.grad = gradient
         recorder.calls[self._last :] = early(recorder.calls[self._last : end], recorder.calls[end:])
 
     def end_forward(self, loss: torch.Tensor) -> Value:
@@ -160,14 +168,11 @@ class StepRun:
         return found
 
     def _add(self, param: Value, grad: Value) -> None:
-        """Add to the gradient of a parameter. A gradient that an update has read or changed is whole, so the addition
-        belongs to the update."""
+        """Add to the gradient that a parameter has. A gradient that an update has read or changed is whole, so the
+        addition belongs to the update."""
         recorder, held = self._recorder, param.tensor.grad
+        assert held is not None
         self._parts.append((param, grad))
-        if held is None:
-            self._sums[param.index] = param, grad
-            param.tensor.grad = recorder.window(grad)
-            return
         before = recorder.read(held)
         lasting, whole = self._earlier.has(before), before.phase == "update"
         if lasting or whole:
