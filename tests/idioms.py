@@ -91,6 +91,11 @@ class Idioms:
             self.optimizers[replica].step()
 
 
+def loss_of(returned: Any) -> Tensor:
+    """The loss, of what a step returns."""
+    return returned[0] if isinstance(returned, tuple) else returned  # type: ignore[no-any-return]
+
+
 def scaler_of(options: Mapping[str, Any]) -> torch.amp.GradScaler:
     """A scaler for the CPU."""
     return torch.amp.GradScaler("cpu", **options)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from eager import ShareByShare, furthest
+from idioms import loss_of
 from torch import Tensor, nn
 
 import graphir
@@ -299,7 +300,7 @@ def _compare(name: str, plan: Plan, done: Sequence[str]) -> None:
     with runtime.Session(plan, captured(name).state, binding="cpu", executor="reference") as session:
         for seed in range(1, TRAINED + 1):
             x, y = subject.batch(ROWS, seed)
-            ours, theirs = session.step(x, y), reference.step(x, y)
+            ours, theirs = loss_of(session.step(x, y)), reference.step(x, y)
             if not _same(ours.reshape(()), theirs.reshape(()), exact):
                 raise Fault(f"{done}: the loss is {ours.item()!r}, not {theirs.item()!r}")
         for replica in range(replicas):

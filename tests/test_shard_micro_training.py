@@ -13,6 +13,7 @@ import pytest
 import torch
 from eager import assert_same_bits
 from hybrid import Hybrid, Mixed, Ranker, Ranking, mixed, ranking
+from idioms import loss_of
 from mutations.campaign import VERDICTS, Verdict, trials
 from mutations.operands import OPERANDS
 from mutations.subjects import Subject
@@ -101,7 +102,7 @@ def assert_bits(parts: int, steps: Sequence[int], shares: Sequence[int], *, mean
     with runtime.Session(plan, program.state, binding="cpu") as session:
         for step, rows in enumerate(steps):
             batch = ranking(rows * parts, step + 1)
-            ours, theirs = session.step(*batch), eager.step(batch)
+            ours, theirs = loss_of(session.step(*batch)), eager.step(batch)
             if mean:
                 assert torch.equal(ours, theirs)
             else:  # made a mean before it is handed back as a sum
@@ -145,7 +146,7 @@ def assert_trains_as_one_device(
     with runtime.Session(passes.emit(sharded), program.state, binding="cpu") as session:
         for step, count in enumerate(rows):
             batch = mixed(count * parts, step + 1)
-            ours = session.step(*batch)
+            ours = loss_of(session.step(*batch))
             eager.zero_grad()
             whole = loss(theirs(*batch[:2]), batch.target) / (1 if mean else parts)
             whole.backward()

@@ -9,6 +9,7 @@ from typing import Any
 import parking
 import pytest
 import torch
+from idioms import loss_of
 from tables import Sequences, batch_of
 from tables import captured as table_captured
 from torch import nn
@@ -64,7 +65,7 @@ def assert_trains_as_one_device(
     with runtime.Session(passes.emit(program), program.state, binding="cpu") as session:
         for step, count in enumerate(rows):
             batch = clicks(config, count, step + 1, dtype)
-            ours = session.step(*batch.inputs, batch.target)
+            ours = loss_of(session.step(*batch.inputs, batch.target))
             eager.zero_grad()
             whole = loss(theirs(*batch.inputs), batch.target)
             whole.backward()

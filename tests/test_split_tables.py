@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from idioms import loss_of
 from tables import OPTIMIZERS, Bags, Joined, Last, Sequences, Weighted, batch_of, captured
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -49,7 +50,7 @@ def assert_trains_as_one_device(
     with runtime.Session(passes.emit(program), program.state, binding="cpu") as session:
         for step, count in enumerate(rows):
             batch = batch_of(model, count, step + 1)
-            ours = session.step(*batch.inputs, batch.target)
+            ours = loss_of(session.step(*batch.inputs, batch.target))
             eager.zero_grad()
             whole = nn.functional.mse_loss(theirs(*batch.inputs), batch.target)
             whole.backward()

@@ -77,6 +77,8 @@ class LeftOut:
         kept = [list(self._executed(op)) for op in self._net.ops]
         outputs = [name for name in self._net.external_outputs if self._is_handed_out(name)]
         self._drop_unread(kept, outputs)
+        made = {*outputs, *(name for ops in kept for op in ops for name in op.outputs)}
+        outputs = [name for name in self._net.external_outputs if name in made]  # also what an update reads
         self.became: list[tuple[int, ...]] = []
         end = 0
         for ops in kept:

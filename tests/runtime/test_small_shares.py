@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from eager import ShareByShare, assert_same_bits, optimizer_tensors
 from graphir.runtime import Session
-from idioms import Idioms
+from idioms import Idioms, loss_of
 from models import Example
 from torch import Tensor, nn
 
@@ -256,7 +256,7 @@ def test_options_of_capture(options: dict[str, Any]) -> None:
     with Session(plan, program.state, binding="cpu") as session:
         for step in range(2):  # one row in each micro-batch
             x, y = drawn(parts, step)
-            assert_same_bits({"loss": session.step(x, y)}, {"loss": reference.step(x, y)}, f"step {step}")
+            assert_same_bits({"loss": loss_of(session.step(x, y))}, {"loss": reference.step(x, y)}, f"step {step}")
         params = dict(reference.models[0].named_parameters())
         for replica in range(2):
             ours = {name: session.state_dict(replica)[name] for name in params}

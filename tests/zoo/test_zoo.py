@@ -11,6 +11,7 @@ import torch
 from direct import evaluate
 from eager import ShareByShare, assert_same_bits, optimizer_tensors, total_loss
 from host_only import HOST_ONLY
+from idioms import loss_of
 from recognisable import numbers_upon_numbers
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -160,7 +161,9 @@ def test_training_has_the_bits_of_eager(name: str, optimizer: str) -> None:
             held.step()
             assert loss.isfinite()
             for session in (reference, threads):
-                assert_same_bits({"loss": session.step(*arguments[0], **arguments[1])}, {"loss": loss.detach()}, name)
+                assert_same_bits(
+                    {"loss": loss_of(session.step(*arguments[0], **arguments[1]))}, {"loss": loss.detach()}, name
+                )
                 assert_same_bits(session.gradients(), expected, f"gradients of step {step}")
                 if step >= 2:
                     assert_same_bits(session.state_dict(), model.state_dict(), f"state after step {step}")
@@ -190,7 +193,7 @@ def test_replicas_with_uneven_shares_have_the_bits_of_eager(name: str) -> None:
     with runtime.Session(passes.emit(shifted), program.state) as session:
         for step in range(3):
             batch = batch_of(row, 2 * row.size + 1, step)
-            loss = session.step(*batch.inputs, *batch.targets, **batch.kwargs)
+            loss = loss_of(session.step(*batch.inputs, *batch.targets, **batch.kwargs))
             expected = eager.step_on(shares_of(row, batch, 2))
             assert_same_bits({"loss": loss}, {"loss": expected}, f"step {step}")
         for replica, theirs in enumerate(eager.models):
