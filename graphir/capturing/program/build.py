@@ -118,7 +118,7 @@ def _blob(named: Sequence[str], value: Value, role: Role, sizes: Sizes) -> Blob:
 def _roles(recording: Recording) -> dict[int, Role]:
     """The role of each storage, by the index of its root."""
     handed_back = {v.root.index for v in [recording.loss, *recording.outputs] if v is not None}
-    pairs = [*recording.gradients, *recording.parts, *recording.finished.gradients]
+    pairs = [*recording.gradients, *recording.parts, *recording.finished]
     gradients = {gradient.root.index for _, gradient in pairs}
     gradients |= {value.root.index for pair in recording.sparse_gradients.values() for value in pair}
     of_params = {gradient.root.index for value, gradient in pairs if value.kind == "param"}
@@ -193,7 +193,7 @@ def _refuse_sparse_outputs(recording: Recording, named: Sequence[str]) -> None:
 
 def _external_outputs(recording: Recording, named: Sequence[str], optimizers: Sequence[str]) -> tuple[str, ...]:
     results = [*recording.outputs, *([] if recording.loss is None else [recording.loss])]
-    gradients = [g for _, g in recording.finished.gradients if not optimizers]
+    gradients = [g for _, g in recording.finished if not optimizers]
     return tuple(dict.fromkeys(named[v.index] for v in [*results, *gradients]))
 
 
@@ -249,7 +249,7 @@ def _interface(
         results=_results(step, recording, named),
         differentiable=tuple([position for position, _, _ in recording.given]),
         one_replica=batch_dims is None,
-        gradients={} if optimizers else {named[p.index]: named[g.index] for p, g in recording.finished.gradients},
+        gradients={} if optimizers else {named[p.index]: named[g.index] for p, g in recording.finished},
         module_state=step.state.module_state,
         optimizers=optimizers,
         optimizer_state=_lasting(update, recording, named),

@@ -215,11 +215,11 @@ class Recorder(Tape, TorchDispatchMode):
             self._record(form, bound, inputs, out, (func, args, dict(kwargs)))
         return out
 
-    # Operators that are no calls of the tape's own, by themselves or with some arguments. Where a handler returns
-    # NotImplemented, the operator is one like all others.
+    # Handlers of operators of which the tape has no call of that name. A handler that returns NotImplemented leaves the
+    # operator to the general path.
 
     def _handler_of(self, func: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
-        """What records an operator of a kind, rather than one alone."""
+        """The handler of an operator's kind; None: the operator is a call like all others."""
         if getattr(func, "namespace", "") in _NOTHING_COMPUTED:
             return Recorder._asked
         if torch.is_inference_mode_enabled() and is_composite(func):
@@ -520,4 +520,4 @@ _HANDLERS: Final[Mapping[Any, Callable[..., Any]]] = {
     _ANY_TRUE: Recorder._any_true,
     _NUMBER: Recorder._number,
 }
-"""What records some operators, each by itself."""
+"""Handlers of single operators."""

@@ -232,7 +232,7 @@ def _last(param: Value) -> str:
 def warn_of_gradients(recording: Recording, wanted: Container[str]) -> None:
     """Warn of gradients that the step's optimizer does not read, and that the step does not return; and of gradients
     that grow from update to update, unless a program beside keeps them (*wanted*), which may set them to zero."""
-    read = {param.index for param, _ in recording.finished.gradients}
+    read = {param.index for param, _ in recording.finished}
     read |= {value.index for call in recording.calls if call.phase == "update" for value in call.inputs}
     read |= {value.index for value in recording.outputs}
     of_params = [pair for pair in recording.gradients if pair[0].kind == "param"]
@@ -244,7 +244,7 @@ def warn_of_gradients(recording: Recording, wanted: Container[str]) -> None:
             TrainingWarning,
         )
     written = {value.root.index: value for call in recording.calls for value in call.outputs if value.version}
-    last = {gradient.index for _, gradient in recording.finished.gradients} if recording.steps else ()
+    last = {gradient.index for _, gradient in recording.finished} if recording.steps else ()
     grow = [(param.label, written.get(gradient.index)) for param, gradient, _ in recording.kept]
     growing = [name for name, value in grow if value is not None and value.index in last and name not in wanted]
     if growing:

@@ -14,7 +14,7 @@ from ..record.recorder import Recorder
 from ..record.values import RecordedCall, Value
 from .gradients import name_norms
 
-__all__ = ["Originals", "clipping_named", "of_all_parameters"]
+__all__ = ["Originals", "clipping_named"]
 
 
 class Originals:
@@ -50,10 +50,10 @@ class Originals:
             now = [recorder.read(param.grad) for param in params if param.grad is not None]
         for value, original in zip(now, before, strict=True):
             self.made(value, label, original)
-        of_all_parameters(recorder.calls[first:])
+        _of_all_parameters(recorder.calls[first:])
 
 
-def of_all_parameters(calls: Sequence[RecordedCall]) -> None:
+def _of_all_parameters(calls: Sequence[RecordedCall]) -> None:
     """Let calls belong to no module where what they make belongs to no gradient."""
     for call in calls:
         if all(value.source is None for value in call.outputs):
@@ -83,7 +83,7 @@ def clipping_named(recorder: Recorder, originals: Originals, refuse: Callable[[s
         total = total_norm(grads, norm_type, error, False)
         with recorder.unseen():
             name_norms(recorder.calls[first:], of, recorder.read(total))
-        of_all_parameters(recorder.calls[first:])
+        _of_all_parameters(recorder.calls[first:])
         return total
 
     def named_clip(params: Any, max_norm: float, norm: torch.Tensor, foreach: object = None) -> None:

@@ -32,7 +32,6 @@ class Outline(NamedTuple):
 
 def outcome(recording: Recording) -> Mapping[str, object]:
     """The values of the parts of a step, as indices, by the names of the parts in errors."""
-    finished = recording.finished
     return {
         "the constants": [value.index for value, _ in recording.constants],
         "the arguments": (
@@ -49,8 +48,7 @@ def outcome(recording: Recording) -> Mapping[str, object]:
             (value.index, gradient.index) for value, gradient in [*recording.gradients, *recording.parts]
         ],
         "the gradients of parameters": (
-            [(param.index, gradient.index) for param, gradient in finished.gradients],
-            finished.found_inf and finished.found_inf.index,
+            [(param.index, gradient.index) for param, gradient in recording.finished],
             {param: (pair.indices.index, pair.values.index) for param, pair in recording.sparse_gradients.items()},
         ),
     }

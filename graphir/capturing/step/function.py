@@ -1,4 +1,4 @@
-"""A step function: what runs in the place of torch's functions while the function is recorded.
+"""A step function, while it is recorded: other functions run in the place of torch's.
 
 Operators on gradients belong to the update, and so do operators on state alone, such as an average of the weights.
 """
@@ -72,7 +72,7 @@ class FunctionRun(StepRun):
         return self._outcome(returned)
 
     def handlers(self) -> Handlers:
-        """What runs in the place of torch's functions."""
+        """Functions that run in the place of torch's, by the latter."""
         return {
             torch.Tensor.backward: self._backward,
             torch.autograd.backward: self._backward_of,
@@ -85,14 +85,11 @@ class FunctionRun(StepRun):
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Also, optimizers have fakes for parameters."""
+        """As of any step; also, optimizers have fakes for parameters."""
         optimizers = list(self._function.optimizers.values())
-        here, standing_for = self._recorder.here, standing(self._fakes)
+        here, stands = self._recorder.here, standing(self._fakes)
         patched: list[tuple[Any, Mapping[str, Any]]] = [
-            (
-                optimizer,
-                unread_attributes(optimizer, standing_for, here) | {"step": self._step_of(optimizer)},
-            )
+            (optimizer, unread_attributes(optimizer, stands, here) | {"step": self._step_of(optimizer)})
             for optimizer in optimizers
         ]
         if self._scaling is not None:
@@ -255,7 +252,7 @@ class FunctionRun(StepRun):
                 and not (value.claim or value.source or value.is_view or value.kind)
             ):
                 value.claim = name.strip(".") or None
-        loss = self.losses[0] if len(self.losses) == 1 else None
+        loss = self._losses[0] if len(self._losses) == 1 else None
         alone = isinstance(returned, torch.Tensor) and loss is not None and values[0] is loss
         return self.outcome_of(loss, () if alone else values, None if alone else spec)
 

@@ -12,7 +12,7 @@ replicas do the same.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
@@ -23,7 +23,6 @@ from ..record.values import RecordedCall, Value
 from ..words.places import where
 
 __all__ = [
-    "Finished",
     "fake_scaler",
     "name_norms",
     "refuse_sparse",
@@ -34,18 +33,6 @@ __all__ = [
 ]
 
 _aten: Final = torch.ops.aten
-
-
-class Finished(NamedTuple):
-    """The gradients of the parameters, unscaled and clipped.
-
-    Attributes:
-        gradients: parameters, each with the gradient that its update reads or the caller gets.
-        found_inf: 1 where a gradient was infinite or NaN, so that the updates are skipped; None where they never are.
-    """
-
-    gradients: list[tuple[Value, Value]]
-    found_inf: Value | None = None
 
 
 def fake_scaler(scaler: LossScaler, recorder: Recorder) -> LossScaler:
@@ -79,18 +66,23 @@ def refuse_sparse(recorder: Recorder, options: Options) -> None:
 
 
 def update(
-    params: Sequence[str], finished: Finished, recorder: Recorder, may_be_none: Mapping[int, Value] | None = None
+    params: Sequence[str],
+    gradients: Sequence[tuple[Value, Value]],
+    recorder: Recorder,
+    skips: Value | None,
+    may_be_none: Mapping[int, Value],
 ) -> None:
     """Record the updates of parameters, in this order, but of those without a gradient.
 
     Args:
         params: by the names of their blobs.
-        finished: their gradients.
+        gradients: parameters and their gradients, unscaled and clipped.
         recorder: records the updates.
+        skips: 1 where a gradient was infinite or NaN, so that the updates are skipped; None where they never are.
         may_be_none: by the index of a parameter, the number that is 1 where it has no gradient after all.
     """
     given: dict[str, tuple[Value, tuple[Value, ...]]]
-    given = {param.label: (param, (gradient,)) for param, gradient in finished.gradients}
+    given = {param.label: (param, (gradient,)) for param, gradient in gradients}
     for index, pair in recorder.sparse.gradients.items():
         param = recorder.values[index]
         given[param.label] = param, (pair.indices, pair.values)
@@ -98,7 +90,7 @@ def update(
         for name in params:
             if name in given:
                 param, gradient = given[name]
-                skip, is_none = finished.found_inf, (may_be_none or {}).get(param.index)
+                skip, is_none = skips, may_be_none.get(param.index)
                 if skip is None or is_none is None:
                     skip = skip or is_none
                 else:

@@ -12,7 +12,6 @@ from ...ir.program import Gathered, Scalar
 from ..record.extents import Extents
 from ..record.sparse import SparseValue
 from ..record.values import UPDATE, RecordedCall, Value
-from .gradients import Finished
 
 __all__ = ["Outcome", "Recording"]
 
@@ -32,7 +31,7 @@ class Outcome:
         backwards: how many the step has.
         gradients: forward values and the values of their gradients, parameters first.
         parts: parameters, each with the gradient of one micro-batch or the sum of several.
-        finished: the gradients that the updates read or the caller gets.
+        finished: parameters, each with the gradient that its update reads or the caller gets, unscaled and clipped.
         kept: parameters whose gradients last from step to step, and the first versions of the gradients and of the
             numbers that say whether there is none.
         of_inputs: the inputs whose gradients are in ``returned``.
@@ -48,7 +47,7 @@ class Outcome:
     backwards: int = 1
     gradients: Sequence[tuple[Value, Value]] = ()
     parts: Sequence[tuple[Value, Value]] = ()
-    finished: Finished
+    finished: Sequence[tuple[Value, Value]]
     kept: Sequence[tuple[Value, Value, Value]] = ()
     of_inputs: Sequence[Value] = ()
     given: Sequence[tuple[int, Value, Value]] = ()

@@ -41,7 +41,6 @@ from ..record.values import RecordedCall, Value
 from ..words.libraries import remedy
 from ..words.places import where
 from .function import FunctionRun
-from .gradients import Finished
 from .micro_batches import MicroBatches
 from .output_gradients import joint_backward
 from .recorded_step import Outcome, Recording
@@ -165,14 +164,14 @@ def run(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> tuple[Re
             outcome = _forward_backward(step, leaves, recorder, check_settings)
         else:
             outcome = _forward_only(step, leaves, recorder, check_settings)
-    if run_of is not None and run_of.again:
-        recorder.release()
-        step.attributes.put_back()
-        return run(step, dims, named, interrupts)
     if run_of is not None:
+        if run_of.again:
+            recorder.release()
+            step.attributes.put_back()
+            return run(step, dims, named, interrupts)
         recorder.constants += run_of.first_values()
     sparse = recorder.sparse.gradients
-    pairs = [*outcome.gradients, *outcome.finished.gradients]
+    pairs = [*outcome.gradients, *outcome.finished]
     if step.function is not None:  # torch.autograd.grad is asked for some gradients alone
         pairs = [pair for pair in pairs if pair[0].kind == "param"]
     made = [gradient for _, gradient in pairs]
@@ -215,7 +214,7 @@ def _forward_only(step: Step, leaves: Sequence[Any], recorder: Recorder, check_s
     recorder.end_forward()
     with recorder.unseen():
         returned, results = _returned(output, recorder)
-    return Outcome(returned=returned, results=results, finished=Finished([]))
+    return Outcome(returned=returned, results=results, finished=[])
 
 
 def _forward_backward(step: Step, leaves: Sequence[Any], recorder: Recorder, check_settings: _Check) -> Outcome:
@@ -239,7 +238,7 @@ def _forward_backward(step: Step, leaves: Sequence[Any], recorder: Recorder, che
         results=results,
         of_inputs=[value for value, _ in joint.of_inputs],
         gradients=joint.found,
-        finished=Finished(of_params),
+        finished=of_params,
         given=joint.given,
     )
 

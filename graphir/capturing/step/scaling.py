@@ -11,7 +11,7 @@ from ...errors import CaptureError
 from ..intake.options import LossScaler
 from ..record.recorder import Recorder
 from ..record.values import Value
-from .clipping import Originals, of_all_parameters
+from .clipping import Originals
 from .gradients import fake_scaler, rescale, scale_loss, unscaled
 
 __all__ = ["Scaling"]
@@ -89,16 +89,14 @@ class Scaling:
     def unscale(self, params: Sequence[torch.Tensor]) -> Value:
         """Unscale the gradients of parameters; 1 where one is infinite or NaN."""
         recorder = self._recorder
-        first = len(recorder.calls)
         with recorder.unseen():
             pairs = [(recorder.read(param).root, recorder.read(param.grad)) for param in params]  # type: ignore[arg-type]
-        with torch.no_grad():
-            made, found = unscaled(pairs, self._scaler, recorder)
-        with recorder.unseen():
-            for param, (_, before), value in zip(params, pairs, made, strict=True):
-                recorder.overwrite(param.grad, value)  # type: ignore[arg-type]
-                self._originals.made(value, value.label, before)
-        of_all_parameters(recorder.calls[first:])
+        with self._originals.changed(params, "unscaled"):
+            with torch.no_grad():
+                made, found = unscaled(pairs, self._scaler, recorder)
+            with recorder.unseen():
+                for param, value in zip(params, made, strict=True):
+                    recorder.overwrite(param.grad, value)  # type: ignore[arg-type]
         return found
 
     def _step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:

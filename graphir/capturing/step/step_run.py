@@ -29,7 +29,7 @@ from .backward import backward
 from .between import EarlierGradients
 from .clipping import Originals, clipping_named
 from .gathering import gathered
-from .gradients import Finished, update
+from .gradients import update
 from .micro_batches import early
 from .recorded_step import Outcome
 from .scaling import Scaling
@@ -40,7 +40,7 @@ _aten: Final = torch.ops.aten
 
 
 def standing(fakes: Mapping[int, torch.Tensor]) -> Callable[[Any], Any]:
-    """What gives the fake in the place of a parameter or buffer: a list or a closure may hold the parameter itself."""
+    """A function from a parameter or buffer to its fake: a list or a closure may hold the parameter itself."""
     return lambda tensor: fakes.get(id(tensor), tensor)
 
 
@@ -52,9 +52,6 @@ class StepRun:
         fakes: of the parameters and buffers, by the ``id`` of each.
         earlier: the gradients with which the step begins.
         scaler: the gradient scaler that the step uses; None without one.
-
-    Attributes:
-        losses: from which backwards have started.
     """
 
     def __init__(
@@ -65,7 +62,7 @@ class StepRun:
         scaler: LossScaler | None,
     ) -> None:
         self._recorder, self._fakes, self._earlier = recorder, fakes, earlier
-        self.losses: list[Value] = []
+        self._losses: list[Value] = []
         self._activations: list[tuple[Value, Value]] = []
         self._parts: list[tuple[Value, Value]] = []
         self._sums: dict[int, tuple[Value, Value]] = {}
@@ -81,7 +78,7 @@ class StepRun:
             self._scaling = Scaling(scaler, recorder, self._originals, self._refuse_sparse)
 
     def handlers(self) -> Handlers:
-        """What runs in the place of torch's functions."""
+        """Functions that run in the place of torch's, by the latter."""
         return {}
 
     @contextlib.contextmanager
@@ -115,7 +112,7 @@ class StepRun:
             asked: the ``id`` of each tensor that gets a gradient, or of the edge of one; empty: all get one.
         """
         recorder = self._recorder
-        self.losses.append(loss)
+        self._losses.append(loss)
         found = self._gone_through(
             start,
             lambda param: param.tensor.grad is None and (not asked or id(param.tensor) in asked),
@@ -128,12 +125,13 @@ class StepRun:
             for param, grad in found:
                 if asked and id(param.tensor) not in asked and id(param.edge) not in asked:
                     continue
-                if param.kind == "param" and param.tensor.grad is None:
+                if param.kind == "param":
                     self._parts.append((param, grad))
-                    self._sums[param.index] = param, grad
-                    first.append((param.tensor, recorder.window(grad)))
-                elif param.kind == "param":
-                    self._add(param, grad)
+                    if param.tensor.grad is None:
+                        self._sums[param.index] = param, grad
+                        first.append((param.tensor, recorder.window(grad)))
+                    else:
+                        self._add(param, grad, param.tensor.grad)
                 elif isinstance(param.edge, torch.Tensor) and param.edge.is_leaf and param.edge.requires_grad:
                     self._add_to_leaf(param.edge, grad)
             self._keep_sparse()
@@ -167,12 +165,10 @@ class StepRun:
         self._activations += [pair for pair in found if pair[0].kind != "param"]
         return found
 
-    def _add(self, param: Value, grad: Value) -> None:
+    def _add(self, param: Value, grad: Value, held: torch.Tensor) -> None:
         """Add to the gradient that a parameter has. A gradient that an update has read or changed is whole, so the
         addition belongs to the update."""
-        recorder, held = self._recorder, param.tensor.grad
-        assert held is not None
-        self._parts.append((param, grad))
+        recorder = self._recorder
         before = recorder.read(held)
         lasting, whole = self._earlier.has(before), before.phase == "update"
         if lasting or whole:
@@ -239,7 +235,7 @@ class StepRun:
         earlier, sums = self._earlier, self._sums
         untouched = [(param, grad) for param, grad in finished if earlier.has(grad) and param.index not in sums]
         may_be_none = {param.index: earlier.is_none(grad) for param, grad in untouched}
-        update(names, Finished(finished, skips), self._recorder, may_be_none)
+        update(names, finished, self._recorder, skips, may_be_none)
         self._whole += [self._sums[value.index] for value, _ in finished if value.index in self._sums]
         self._finished += finished
         self._steps = True
@@ -279,17 +275,17 @@ class StepRun:
             loss=loss,
             returned=values,
             results=results,
-            gathered=gathered(values, self.losses, of_params),
+            gathered=gathered(values, self._losses, of_params),
             steps=self._steps,
-            backwards=len(self.losses),
+            backwards=len(self._losses),
             gradients=[*of_params, *self._activations],
             parts=[(param, gradient) for param, gradient in self._parts if gradient.index not in whole],
-            finished=Finished(self._finished if self._steps else self._left(of_params)),
+            finished=self._finished if self._steps else self._left(of_params),
             kept=self._earlier.kept,
         )
 
     def leaf(self, leaf: Any, where: str = "") -> Value | Scalar:
-        """What a leaf of the step's results is; *where* says in an error where the leaf comes from.
+        """The value or number that a leaf of the step's results is; an error says *where* the leaf comes from.
 
         Raises:
             CaptureError: no tensor, number or text.

@@ -18,7 +18,7 @@ from ..isolate.functions import Handlers
 from ..record.recorder import Recorder
 from ..record.values import Value
 from .between import EarlierGradients
-from .gradients import refuse_sparse
+from .gradients import refuse_sparse, scale_loss
 from .micro_batches import micro_batch, prefix_of_micro_batch
 from .recorded_step import Outcome
 from .step_run import StepRun
@@ -29,7 +29,7 @@ _aten: Final = torch.ops.aten
 
 _LOSS: Final = "the loss function"
 
-GRAD_NORM: Final = "grad_norm"
+_GRAD_NORM: Final = "grad_norm"
 """The name of the norm by which gradients are clipped, among what comes back."""
 
 
@@ -97,7 +97,7 @@ class TrainingRun(StepRun):
         with autocast_off(), torch.no_grad():
             norm = self._finish()
         if norm is not None:
-            results = {**(results or {}), GRAD_NORM: norm}
+            results = {**(results or {}), _GRAD_NORM: norm}
         if results is None:
             return self.outcome_of(whole, (), None)
         return self.outcome_of(whole, *pytree.tree_flatten((whole, results)))
@@ -118,7 +118,7 @@ class TrainingRun(StepRun):
             parts = {k: v / count if isinstance(v, torch.Tensor) and count > 1 else v for k, v in loss.items()}
             results = parts if results is None else _merged(parts, results)
         if clips and results is not None:
-            _merged({GRAD_NORM: None}, results)
+            _merged({_GRAD_NORM: None}, results)
         return total, results
 
     def _added(self, one: Any, other: Any, name: str) -> Any:
@@ -130,7 +130,7 @@ class TrainingRun(StepRun):
         return made
 
     def handlers(self) -> Handlers:
-        """What refuses a backward inside of the forward."""
+        """Functions that refuse a backward inside of the forward."""
         return dict.fromkeys((torch.Tensor.backward, torch.autograd.backward), self._refuse_backward)
 
     def _refuse_backward(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -144,14 +144,13 @@ class TrainingRun(StepRun):
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
         if self._scaling is not None:
             return self._scaling.scale(loss)
-        if self._factor is None:
-            return loss
-        scaled = loss * self._factor
-        self._recorder.read(scaled).claim = "loss.scaled"
+        scaled = scale_loss(loss, self._factor)
+        if scaled is not loss:
+            self._recorder.read(scaled).claim = "loss.scaled"
         return scaled
 
     def _finish(self) -> Value | None:
-        """What is behind the backwards: gradients are unscaled and clipped, and parameters updated.
+        """Unscale and clip the gradients, behind all backwards, and update the parameters.
 
         Returns:
             The norm of the gradients, where they are clipped by that.

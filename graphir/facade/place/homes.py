@@ -149,11 +149,10 @@ class Homes:
         program = build(ShiftModules, modules=moves).recorded(captured)
         if not self._known:
             there = {path: str(program.step.blobs[path].device) for path in tensors}
-            for path in [path for path in tensors if there[path] != tensors[path]][:1]:
-                warn(
-                    f"place: {path!r} is on {there[path]}, where its module is, and not on {tensors[path]}",
-                    PassWarning,
-                )
+            path = next((path for path in tensors if there[path] != tensors[path]), None)
+            if path is not None:
+                at = f"on {there[path]}, where its module is, and not on {tensors[path]}"
+                warn(f"place: {path!r} is {at}", PassWarning)
             found = {**self._moves, **there}
             self.device_map = {path: "cpu" if to == CPU else Device.parse(to).index for path, to in found.items()}
         return program

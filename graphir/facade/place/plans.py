@@ -134,7 +134,7 @@ class PlacedPlans:
         self._scatter = Scatter(forward, self._forward.places, witness=witness_of(forward, forward))
         self._random = any(op.seed is not None for op in program.step.ops)
         self._own_code = any(op.type.startswith(f"{NAMESPACE}.") for op in program.step.ops)
-        shared = _shared_with_own_code(captured)
+        shared = _shared_with_own_code(captured) if self._own_code else set()
         self._shared = storages([tensor for name, tensor in {**lent, **entries}.items() if name in shared])
         fetches = forward.interface.fetches
         returned = list(dict.fromkeys([str(fetch.blob) for fetch in fetches if fetch.blob is not None]))
@@ -462,9 +462,10 @@ def _shared_with_own_code(program: Program) -> set[str]:
 
 
 def _numbers_read(program: Program) -> set[str]:
-    """The blobs that operators of a backward read, but those of which modules' own backwards take the sizes alone: what
-    these have saved torch looks after."""
-    return {name for op in program.step.ops if not op.type.startswith(f"{BACKWARDS}.") for name in op.inputs}
+    """The blobs whose numbers a backward reads or hands out. Modules' own backwards take the sizes of their operands
+    alone, and torch looks after what they have saved."""
+    ops = [op for op in program.step.ops if not op.type.startswith(f"{BACKWARDS}.")]
+    return {*program.step.external_outputs, *(name for op in ops for name in op.inputs)}
 
 
 def _alias(tensor: Tensor) -> Tensor:
